@@ -14,7 +14,9 @@ PLAN_STAMP := $(PLAN_VENV)/.installed
 ENGINES_VENV := .venv-engines
 ENGINES_STAMP := $(ENGINES_VENV)/.installed
 # Slurm and Open MPI, as Debian has them.
-ENGINES_PACKAGES := slurm-wlm munge openmpi-bin libopenmpi-dev gcc libc6-dev
+ENGINES_PACKAGES := slurm-wlm munge openmpi-bin
+TORCHFT_VENV := .venv-torchft
+TORCHFT_STAMP := $(TORCHFT_VENV)/.installed
 DOCS_VENV := .venv-docs
 DOCS_STAMP := $(DOCS_VENV)/.installed
 DOCS_BUILD := build/docs
@@ -39,7 +41,7 @@ pyenv = $(lastword $(wildcard $(HOME)/.pyenv/versions/$(1).*/bin/python$(1)))
 PYTHON_3_11 ?= $(or $(call pyenv,3.11),python3.11)
 PYTHON_3_13 ?= $(or $(call pyenv,3.13),python3.13)
 NEWEST := hatchling '.[keras,optax,flax,grain,files,checkpoint,orbax,summaries,ps,migrate,examples,test]'
-VERSION_TESTS := tests/contract tests/parity tests/keras tests/checkpoint tests/tracing tests/test_jax_compat.py
+VERSION_TESTS := tests/contract tests/parity tests/keras tests/checkpoint tests/tracing tests/ps/keras tests/ps/programs/test_row_parallel.py tests/ps/programs/test_lookups.py tests/ps/test_checkpoints.py tests/diagnostics tests/migrate/test_missing_names.py tests/migrate/test_tensorflow_code.py tests/test_jax_compat.py
 # A Python that has jax with its CUDA plugin, Keras, hypothesis, pytest and pytest-timeout, in place of .venv-gpu: make GPU_PYTHON=python3 test-gpu
 GPU_VENV := .venv-gpu
 GPU_STAMP := $(GPU_VENV)/.installed
@@ -49,8 +51,9 @@ GPU_PYTHON ?= $(GPU_VENV)/bin/python
 # A file's tests stay together: many share programs that were compiled.
 # In the order of their names: by their numbers of tests, the default, files with few long tests would come last.
 IN_TWO := -n 2 --dist loadfile --no-loadscope-reorder
-# Three for two cores: a quarter of the time of the quick tests goes where they wait for processes.
+# Three for two cores: quick tests wait for processes during a quarter of their time, and the tests marked rest longer.
 IN_THREE := -n 3 --dist loadfile --no-loadscope-reorder
+CORE := build/core
 QUICK := "not long and (quick or not rest)"
 REST := "not long and rest and not quick"
 LINTED := $(wildcard src tests examples benchmarks tools hatch_build.py docs/*.py docs/*/*.py)
@@ -62,11 +65,15 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo gates test test-rest test-long test-all test-keras test-versions test-gpu test-peers test-plan test-engines test-browser fuzz pages docs docs-serve lint format bench clean
+.PHONY: help demo seams test test-core test-beside test-ps test-launch test-migrate test-plan-quick test-testing test-whole test-rest test-long test-all test-keras test-versions test-gpu test-peers test-plan test-engines test-browser fuzz fuzz-simulation pages docs docs-serve lint format bench bench-failures planted-faults clean
 
 help:
 	@echo "make demo       train a small classifier on several virtual devices (examples/digits.py)"
-	@echo "make test       run the quick tests: promises, rules, one program of each kind with real processes"
+	@echo "make test       run the quick tests: promises, rules, one program of each kind with real processes; those of the core,"
+	@echo "                then those beside it. Compiled programs are kept in build/programs (REPLICAX_CACHE_DIR=off: only for the run)"
+	@echo "make test-core  run the quick tests of the core in $(CORE), a tree without the parts (tools/core_tree.py)"
+	@echo "make test-beside  run the other quick tests, in one call, or in several: make test-ps test-launch test-migrate"
+	@echo "                test-plan-quick test-testing test-whole (those of one part; those of the whole house)"
 	@echo "make test-rest  run the other tests that a change must pass"
 	@echo "make test-long  run all the tests, the long ones too, compiled as users' programs are"
 	@echo "make test-all   run make test, make test-rest and make test-long"
@@ -81,26 +88,52 @@ help:
 	@echo "make test-browser  run the tests of the status page in headless Chromium (tests/in_browser); as root it installs Debian's"
 	@echo "                package where no browser is installed"
 	@echo "make fuzz       compare operations that mix rows on several devices with one device in float64 (an hour)"
+	@echo "make fuzz-simulation  run 100,000 seeds of the simulated world (tests/simulation) on all cores; SEEDS=1000, or"
+	@echo "                SEED=4 for one run with all that happens, SCENARIO=Survivors"
 	@echo "make pages      fill the parts of pages that come from the code, and write the notebooks (docs/generate.py)"
 	@echo "make docs       build the site into $(DOCS_BUILD)/html; warnings are errors"
 	@echo "make docs-serve show it on http://127.0.0.1:$(DOCS_PORT)"
-	@echo "make lint       check the format, lint, check the types"
+	@echo "make lint       check the format, lint, check the types, and how the files hang together"
 	@echo "make format     format the code and fix what the linter can fix"
 	@echo "make bench      run the benchmarks"
-	@echo "make gates      print what a reader of the code must know, beside what it may come to"
+	@echo "make bench-failures  train while workers are killed, beside restarts, torchft and torchrun (an hour; ROUNDS=3, DURATION=60)"
+	@echo "make seams      print how the files hang together, beside what it may come to"
+	@echo "make planted-faults  plant small faults in the core's rules, and run the quick tests that should find each (a quarter of an hour)"
 	@echo "make clean      remove the environments and everything that was built or cached"
 
 demo: $(STAMP)
 	@echo "demo: examples/digits.py"
 	@$(BIN)/python examples/digits.py
 
+# The core in its tree, then everything else in one call: each start of pytest costs a quarter of a minute.
 test: $(STAMP)
-	@echo "test: pytest, without the tests marked rest or long, in three processes"
-	@$(BIN)/python -m pytest -q -m $(QUICK) $(IN_THREE)
+	@$(MAKE) --no-print-directory test-core; core=$$?; $(MAKE) --no-print-directory test-beside && exit $$core
+
+# The core stands alone: in its tree a test that needs a part fails. Compiled programs are kept where the other tests keep them.
+test-core: export REPLICAX_CACHE_DIR ?= $(CURDIR)/build/programs
+test-core: $(STAMP)
+	@echo "test-core: the quick tests of the core in $(CORE), the tree without the parts"
+	@$(BIN)/python tools/core_tree.py
+	@cd $(CORE) && PYTHONPATH=$(CURDIR)/$(CORE)/src $(CURDIR)/$(BIN)/python -m pytest -q -m $(QUICK) $(IN_THREE)
+
+test-beside: $(STAMP)
+	@$(call test-quick,ps launch migrate plan testing whole)
+
+test-ps test-launch test-migrate test-testing test-whole: test-%: $(STAMP)
+	@$(call test-quick,$*)
+
+test-plan-quick: $(STAMP)
+	@$(call test-quick,plan)
+
+# $(call test-quick,targets of tools/core_tree.py)
+define test-quick
+	echo "$@: the quick tests of $(1)"; \
+	$(BIN)/python -m pytest -q -m $(QUICK) $(IN_THREE) $$($(BIN)/python tools/core_tree.py --tests $(1))
+endef
 
 test-rest: $(STAMP)
-	@echo "test-rest: pytest, the tests marked rest, without those marked long, in two processes"
-	@$(BIN)/python -m pytest -q -m $(REST) $(IN_TWO)
+	@echo "test-rest: pytest, the tests marked rest, without those marked long, in three processes"
+	@$(BIN)/python -m pytest -q -m $(REST) $(IN_THREE)
 
 test-long: $(STAMP)
 	@echo "test-long: pytest, all tests, in two processes"
@@ -109,8 +142,8 @@ test-long: $(STAMP)
 test-all: test test-rest test-long
 
 test-keras: $(KERAS_STAMP)
-	@echo "test-keras: pytest tests/keras with Keras $(OLDEST_KERAS), without the tests marked long, in two processes"
-	@$(KERAS_VENV)/bin/python -m pytest -q -m "not long" $(IN_TWO) tests/keras
+	@echo "test-keras: pytest tests/keras tests/ps/keras with Keras $(OLDEST_KERAS), without the tests marked long, in two processes"
+	@$(KERAS_VENV)/bin/python -m pytest -q -m "not long" $(IN_TWO) tests/keras tests/ps/keras
 
 test-versions: $(LOCKED_STAMP) $(NEWEST_STAMP) $(NIGHTLY_STAMP)
 	@$(call test-version,$(LOCKED_VENV))
@@ -139,6 +172,10 @@ test-gpu:
 fuzz: $(STAMP)
 	@echo "fuzz: tests/fuzz/table.py, operations that mix rows beside one device in float64 (an hour)"
 	@$(BIN)/python tests/fuzz/table.py
+
+fuzz-simulation: $(STAMP)
+	@echo "fuzz-simulation: tests/simulation/fuzz.py, processes and a network on virtual time"
+	@$(BIN)/python tests/simulation/fuzz.py $(if $(SEEDS),--seeds $(SEEDS)) $(if $(SEED),--seed $(SEED)) $(if $(SCENARIO),--scenario $(SCENARIO))
 
 test-peers: $(PEERS_STAMP)
 	@echo "test-peers: pytest tests/peers"
@@ -176,6 +213,7 @@ docs: $(DOCS_STAMP)
 
 # The parts of pages that come from the code, and the notebooks. A test fails if a page is not current.
 pages: $(STAMP)
+	@$(BIN)/python tools/public_stubs.py
 	@$(BIN)/python docs/generate.py
 
 docs-serve: docs
@@ -183,26 +221,36 @@ docs-serve: docs
 	@$(DOCS_VENV)/bin/python -m http.server --bind 127.0.0.1 --directory $(DOCS_BUILD)/html $(DOCS_PORT)
 
 lint: $(STAMP)
-	@echo "lint: ruff format --check, ruff check, pyright"
+	@echo "lint: ruff format --check, ruff check, pyright, tools/seams.py --limits"
 	@$(BIN)/ruff format --check $(LINTED)
-	@$(BIN)/ruff check $(LINTED)
+	@$(BIN)/ruff check --no-cache $(LINTED)
 	@$(BIN)/pyright --pythonpath $(BIN)/python
+	@$(BIN)/python tools/seams.py --limits
 
 format: $(STAMP)
 	@echo "format: ruff format, ruff check --fix"
 	@$(BIN)/ruff format $(LINTED)
 	@$(BIN)/ruff check --fix $(LINTED)
 
-gates: $(STAMP)
-	@$(BIN)/python tools/gates.py
+seams: $(STAMP)
+	@$(BIN)/python tools/seams.py
 
 bench: $(STAMP)
 	@echo "bench: benchmarks/run.py"
 	@$(BIN)/python benchmarks/run.py
 
+bench-failures: $(STAMP) $(TORCHFT_STAMP)
+	@echo "bench-failures: benchmarks/failures.py, kill -9 of a worker every 20 s"
+	@$(BIN)/python benchmarks/failures.py --torchft $(TORCHFT_VENV)/bin/python $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(DURATION),--duration $(DURATION))
+
+# Results are kept in build/faults until a fault, its file or its tests change. One fault: make planted-faults FAULT=NAME
+planted-faults: $(STAMP)
+	@echo "planted-faults: tools/planted_faults.py, two faults at a time"
+	@$(BIN)/python tools/planted_faults.py $(if $(FAULT),--only $(FAULT))
+
 clean:
 	@echo "clean: removing the environments of this Makefile, build outputs and caches"
-	@rm -rf $(VENV) $(KERAS_VENV) $(LOCKED_VENV) $(NEWEST_VENV) $(NIGHTLY_VENV) $(GPU_VENV) $(PEERS_VENV) $(PLAN_VENV) $(ENGINES_VENV) $(DOCS_VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) $(KERAS_VENV) $(LOCKED_VENV) $(NEWEST_VENV) $(NIGHTLY_VENV) $(GPU_VENV) $(PEERS_VENV) $(PLAN_VENV) $(ENGINES_VENV) $(TORCHFT_VENV) $(DOCS_VENV) build dist .pytest_cache .ruff_cache .hypothesis
 	@find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # $(call install,environment,what pip installs,packages besides or instead)
@@ -249,3 +297,10 @@ $(ENGINES_STAMP): engines.lock requirements.lock pyproject.toml
 
 $(DOCS_STAMP): docs.lock requirements.lock pyproject.toml
 	$(call install,$(DOCS_VENV),-r docs.lock)
+
+# Without replicax: its processes only stand beside ours.
+$(TORCHFT_STAMP): torchft.lock
+	@echo "setup: installing torchft.lock into $(TORCHFT_VENV) (a few minutes, the first time)"
+	@$(PYTHON) -m venv $(TORCHFT_VENV)
+	@$(TORCHFT_VENV)/bin/pip install -q --disable-pip-version-check -r torchft.lock
+	@touch $@

@@ -1,6 +1,7 @@
 """Build hook of hatchling: README.md as it reads where it stands alone, and the addresses of the project.
 
-Both follow src/replicax/_src/home.py: without a public repository, links to files become names of these files."""
+Both follow src/replicax/_src/packaging/home.py: without a public repository, links to files become names of these
+files."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ class CustomMetadataHook(MetadataHookInterface):
     def update(self, metadata: dict[str, Any]) -> None:
         version = metadata["version"]
         branch = "main" if "dev" in version else f"v{version}"
-        home = runpy.run_path(str(Path(self.root) / "src" / "replicax" / "_src" / "home.py"))
+        home = runpy.run_path(str(Path(self.root) / "src" / "replicax" / "_src" / "packaging" / "home.py"))
         repository, site = home["REPOSITORY"], home["SITE"]
         metadata["urls"] = urls(repository, site)
         text = (Path(self.root) / "README.md").read_text(encoding="utf-8")

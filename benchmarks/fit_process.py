@@ -20,7 +20,9 @@ import peer_process
 CPU_POOL_THREADS = "16"  # what replicax gives XLA where several virtual devices share the CPU
 DENSE = {"MLP 64-256-256-10": (64, 256, 256, 10), "10 k parameters, 64-128-10": (64, 128, 10)}
 CNN, DIGITS = "CNN 16x16x3", "digits CNN"
-SHAPES = {name: sizes[:1] for name, sizes in DENSE.items()} | {CNN: (16, 16, 3), DIGITS: (8, 8, 1)}
+LARGE, NORMALIZED = "16 MB of gradients", "two batch normalisations"
+SHAPES = {name: sizes[:1] for name, sizes in DENSE.items()}
+SHAPES |= {CNN: (16, 16, 3), DIGITS: (8, 8, 1), LARGE: (64,), NORMALIZED: (64,)}
 CLASSES = 10
 
 
@@ -137,7 +139,17 @@ def _hidden(name: str) -> list[Any]:
             layers.Dropout(0.5),
             layers.Dense(64, activation="relu"),
         ]
-    return [layers.Dense(n, activation="relu") for n in DENSE[name][1:-1]]
+    if name == NORMALIZED:
+        return [
+            layers.Dense(256, use_bias=False),
+            layers.BatchNormalization(),
+            layers.ReLU(),
+            layers.Dense(256, use_bias=False),
+            layers.BatchNormalization(),
+            layers.ReLU(),
+        ]
+    units = (1960, 1960) if name == LARGE else DENSE[name][1:-1]
+    return [layers.Dense(n, activation="relu") for n in units]
 
 
 def data(name: str, rows: int) -> tuple[np.ndarray, np.ndarray]:

@@ -32,6 +32,7 @@ import overhead
 import parameter_server
 import peers
 import rounds
+import survivors
 import uneven
 
 MLP = (64, 256, 256, 10)
@@ -62,6 +63,7 @@ SECTIONS = {
     "multi_worker": lambda arguments: multi_worker.main(
         arguments.rounds, arguments.tensorflow, arguments.torch
     ),
+    "survivors": lambda arguments: survivors.main(arguments.rounds),
     "parameter_server": lambda arguments: parameter_server.main(arguments.rounds, arguments.tensorflow),
     "peers": lambda arguments: peers.main(arguments.rounds, arguments.tensorflow),
 }

@@ -177,7 +177,7 @@ def _free_port() -> int:
 def calls_between(way: list[str]) -> list[str]:
     """The functions of the coordinator between ``schedule`` and the connection's transport."""
     begin = next((i for i, each in enumerate(way) if each.endswith("ClusterCoordinator.schedule")), -1)
-    return [each for each in way[begin + 1 :] if each.startswith("_src/parameter_servers/coordinator/")]
+    return [each for each in way[begin + 1 :] if each.startswith("_ps/coordinator/")]
 
 
 def show(files: dict[str, set[str]], way: list[str]) -> None:

@@ -30,6 +30,7 @@ def build(
     index: int,
     addresses: Sequence[str],
     devices_per_worker: int = 1,
+    fault_tolerance: bool = False,
     **task_options: Any,
 ) -> Run:
     """Answers the commands of the benchmark.
@@ -40,6 +41,7 @@ def build(
       index: The index of this worker.
       addresses: The addresses of all workers.
       devices_per_worker: The number of virtual devices of each worker.
+      fault_tolerance: True if workers continue when others die: each has only its own devices then.
       **task_options: The arguments of the task.
     """
     os.environ.pop("PJRT_NPROC", None)  # what each chooses by itself
@@ -48,13 +50,13 @@ def build(
             rx.config.set_local_devices(devices_per_worker)
         own = {"type": "worker", "index": index}
         os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": list(addresses)}, "task": own})
-        place: Any = rx.MultiWorkerMirroredStrategy()
+        place: Any = rx.MultiWorkerMirroredStrategy(**({"fault_tolerance": True} if fault_tolerance else {}))
     else:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.config.update("jax_cpu_enable_async_dispatch", False)
         jax.distributed.initialize(addresses[0], len(addresses), index)
         place = jax.sharding.Mesh(np.array(jax.devices()), ("replica",))
-    assert len(jax.devices()) == len(addresses) * devices_per_worker
+    assert len(jax.devices()) == devices_per_worker * (1 if fault_tolerance else len(addresses))
     return TASKS[contestant][task](place, **task_options)
 
 

@@ -16,7 +16,7 @@ sys.path.insert(0, str(DOCS / "extensions"))
 
 import importlib.metadata  # noqa: E402
 
-from replicax._src import home  # noqa: E402
+from replicax._src.packaging import home  # noqa: E402
 
 project = "replicax"
 author = "The replicax authors"
@@ -73,6 +73,8 @@ autodoc_default_options = {"members": True, "show-inheritance": True, "member-or
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
+# Protocols of the class, for code that the class imports.
+autodoc_type_aliases = dict.fromkeys(["AnyStrategy", "ExtensibleStrategy"], "replicax.Strategy")
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
 add_module_names = False
@@ -96,8 +98,8 @@ nitpick_ignore_regex = [
         r"(any|bool|bytes|callable|dict|float|frozenset|int|list|object|set|str|tuple|type|None|Ellipsis)",
     ),
     (r"py:(class|exc|obj)", r"\w*(Error|Exception|Interrupt|Exit)"),
-    # Types that signatures name and that nobody imports: protocols, aliases and type variables of replicax._src.
-    (r"py:.*", r"replicax\._src\..*"),
+    # Types that signatures name and that nobody imports: protocols, aliases and type variables of replicax's private modules.
+    (r"py:.*", r"replicax\._\w+\..*"),
     (r"py:class", r"\w+"),
 ]
 

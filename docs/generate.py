@@ -1,7 +1,7 @@
 """Fills the blocks of the pages and writes the tutorials as notebooks: ``make pages``. A test checks that all are current.
 
 What a block has comes from the code: tables of names, texts of commands, first lines of docstrings, parts of README.md.
-Where replicax is published (``src/replicax/_src/home.py``) decides what pages install.
+Where replicax is published (``src/replicax/_src/packaging/home.py``) decides what pages install.
 """
 
 import functools
@@ -26,7 +26,7 @@ import blocks  # noqa: E402
 import command_texts  # noqa: E402
 import migration_tables  # noqa: E402
 
-from replicax._src import home  # noqa: E402
+from replicax._src.packaging import home  # noqa: E402
 
 EXAMPLES = tuple(sorted((ROOT / "examples").rglob("*.py")))
 PAGES = (ROOT / "README.md", *sorted(DOCS.rglob("*.md")), *sorted((ROOT / "examples").rglob("*.md")))

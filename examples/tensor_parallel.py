@@ -37,7 +37,7 @@ LAYOUT_MAP = rx.experimental.LayoutMap(
 
 
 def make_strategy() -> rx.TPUStrategy:
-    resolver = rx.cluster_resolver.TPUClusterResolver(tpu="")
+    resolver = rx.cluster_resolver.TPUClusterResolver(tpu="local")
     topology = rx.tpu.experimental.initialize_tpu_system(resolver)
     assignment = rx.tpu.experimental.DeviceAssignment.build(
         topology, computation_shape=[1, 1, 1, 2], num_replicas=topology.num_tpus_per_task // 2

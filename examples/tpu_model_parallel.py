@@ -17,7 +17,7 @@ rx.config.set_local_devices(8)  # has no effect on TPUs
 
 WIDTH, BATCH_SIZE, NUM_EPOCHS = 512, 50, 3
 
-resolver = rx.cluster_resolver.TPUClusterResolver(tpu="")
+resolver = rx.cluster_resolver.TPUClusterResolver(tpu="local")
 rx.config.experimental_connect_to_cluster(resolver)
 topology = rx.tpu.experimental.initialize_tpu_system(resolver)
 assignment = rx.tpu.experimental.DeviceAssignment.build(

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from replicax._src.parameter_servers.transport.messages import Message
+from replicax._ps.transport.messages import Message
 
 ME = "me"
 

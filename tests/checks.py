@@ -18,6 +18,7 @@ import replicax as rx
 
 runs_long = True  # conftest.py knows
 QUICK_START = Path(__file__).with_name("quick_start")
+SOURCES = Path(__file__).parents[1] / "src"
 
 
 def _has_ipv6():
@@ -79,13 +80,23 @@ def catches(pid, number):
     return bool(int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16) >> (number - 1) & 1)
 
 
+def is_there(pid):
+    """True if a process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):  # the second: it ends between opening and reading
+        return False
+
+
 def path_of_programs(*others):
     """PYTHONPATH for processes whose environment a test makes, so that Keras is imported in half the time.
 
     Args:
       *others: Folders in place of this process's PYTHONPATH.
     """
-    return os.pathsep.join([str(QUICK_START), *map(str, others)]) if others else os.environ["PYTHONPATH"]
+    if not others:
+        return os.environ["PYTHONPATH"]
+    return os.pathsep.join([str(QUICK_START), *map(str, others), str(SOURCES)])
 
 
 def in_a_process_of_its_own(program, *options, **environment):

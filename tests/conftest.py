@@ -1,6 +1,7 @@
 """Setup that every test needs: Keras on JAX, eight virtual devices, and the module ``checks``."""
 
 import gc
+import importlib.util
 import os
 import runpy
 import signal
@@ -16,15 +17,22 @@ runpy.run_path(str(QUICK_START / "sitecustomize.py"))
 import hypothesis
 import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from replicax import config
+from replicax._src.devices.program_cache import keep_programs
+
+# Fixtures for tests of several processes. The tree of `make test-core` lacks the part that has them.
+pytest_plugins = ["replicax.pytest_plugin"] if importlib.util.find_spec("replicax._testing") else []
 
 # For processes that tests start, too.
 FOLDERS = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
 os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([str(QUICK_START), *FOLDERS]))
 
 config.set_local_devices(8)
+
+# Compiled programs are kept for the next run, in files of the user alone. REPLICAX_CACHE_DIR=off: for this run only.
+os.environ.setdefault("REPLICAX_CACHE_DIR", str(Path(__file__).parents[1] / "build" / "programs"))
+os.environ.setdefault("REPLICAX_CACHE_MAX_BYTES", str(10**9))
 
 # Compilation times depend on the load of the machine, and tests read the output of programs.
 os.environ["REPLICAX_PROGRESS"] = "0"
@@ -45,37 +53,44 @@ hypothesis.settings.register_profile("replicax", derandomize=True, **IN_HASTE)
 hypothesis.settings.register_profile("search", **IN_HASTE)
 hypothesis.settings.load_profile("replicax")
 
-CACHE = {
-    "jax_persistent_cache_min_compile_time_secs": 0,
-    "jax_persistent_cache_min_entry_size_bytes": -1,
-}
-
 
 def pytest_configure(config):
     import checks
 
     checks.runs_long = "not long" not in config.getoption("markexpr")
     if not checks.runs_long:
-        # As `make test` calls it. XLA reads it at its first compilation; processes that tests start have it too.
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {checks.xla_flags()}".strip()
+        # As `make test` calls it. XLA reads it at its first compilation; processes that tests start have it too. Each
+        # flag once, also in pytest-xdist's workers, which inherit it: the keys of compiled programs have the text.
+        flags = f"{os.environ.get('XLA_FLAGS', '')} {checks.xla_flags()}".split()
+        os.environ["XLA_FLAGS"] = " ".join(dict.fromkeys(flags))
 
 
 def pytest_collection_finish(session):
     # A million objects of JAX, Keras and pytest stay alive: otherwise the garbage collector visits them, for a third
-    # of a second.
+    # of a second. Traces and compiled programs are some hundred thousand more: with Python's thresholds, a fourteenth
+    # of the processor time goes to visiting them. A test that needs a collection calls gc.collect().
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 50, 100)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def old_objects_are_frozen():
+    """Freezes what outlives a file's tests, above all programs: ``gc.collect()`` in a later file takes milliseconds
+    then, and not a second.
+    """
+    yield
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled_once(tmp_path_factory):
-    """Equal programs are compiled once in a process of tests, which saves a sixth of the time."""
-    options = {**CACHE, "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs"))}
-    before = {name: getattr(jax.config, name) for name in options}
-    for name, value in options.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
+    """Equal programs are compiled once: by all processes of tests, and those that tests start, until the next change of
+    JAX, of XLA's flags or of the machine, which the folder and JAX's keys name. Without a folder, once in each process.
+    """
+    keep_programs(is_task=False)
+    if jax.config.jax_compilation_cache_dir is None:  # switched off, or others may write there
+        os.environ["REPLICAX_CACHE_DIR"] = "off"
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("programs")))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 from jax import export
 
-from replicax._src.parameter_servers.programs.programs import UpdateProgram, WorkerProgram
+from replicax._ps.programs.programs import UpdateProgram, WorkerProgram
 
 
 def like(value):

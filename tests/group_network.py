@@ -5,10 +5,10 @@ import time
 
 import numpy as np
 
-from replicax._src.parameter_servers.errors import UnavailableError
-from replicax._src.parameter_servers.store.group_copies import GroupCopies
-from replicax._src.parameter_servers.store.group_rules import View
-from replicax._src.parameter_servers.transport.messages import Message
+from replicax._ps.store.group_copies import GroupCopies
+from replicax._ps.store.group_rules import View
+from replicax._ps.transport.messages import Message
+from replicax._src.vocabulary.errors import UnavailableError
 from store_connections import StoreConnection, StoreConnector
 
 ME = "me"

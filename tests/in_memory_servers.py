@@ -4,12 +4,12 @@ import contextlib
 import queue
 import threading
 
-from replicax._src.parameter_servers.client.session import Session
-from replicax._src.parameter_servers.errors import UnavailableError
-from replicax._src.parameter_servers.store.store import Store
-from replicax._src.parameter_servers.strategy.parameter_server import ParameterServerStrategy
-from replicax._src.parameter_servers.worker.resources import WorkerPlace
-from replicax._src.parameter_servers.worker.worker import Worker
+from replicax._ps.client.session import Session
+from replicax._ps.store.store import Store
+from replicax._ps.strategy.parameter_server import ParameterServerStrategy
+from replicax._ps.worker.resources import WorkerPlace
+from replicax._ps.worker.worker import Worker
+from replicax._src.vocabulary.errors import UnavailableError
 from store_connections import server_clients
 
 ME = "a coordinator"
@@ -32,7 +32,7 @@ def in_memory_strategy(workers=1, ps=1, partitioner=None, devices_per_worker=1, 
 
 
 class _Tasks:
-    """Replaces ``parameter_servers/client/tasks.py``."""
+    """Replaces ``_ps/client/tasks.py``."""
 
     def __init__(self, workers, ps, is_so, told):
         self.stores = [Store() for _ in range(ps)]

@@ -12,7 +12,9 @@ import sys
 import threading
 import time
 
+import training_pieces
 from checks import path_of_programs
+from training_pieces import bits_of, model_with_random_layers, momentum_training
 
 _HEAD = """\
 import os
@@ -26,13 +28,11 @@ def looping(num_steps, batch_size=12, pause_s=0.02, save_every=4):
     It prints the number of compiled programs that JAX had not kept.
     """
     import collections
-    import hashlib
     import os
     import time
 
     import jax
     import jax.numpy as jnp
-    import numpy as np
 
     import replicax as rx
 
@@ -42,37 +42,22 @@ def looping(num_steps, batch_size=12, pause_s=0.02, save_every=4):
     strategy = (
         rx.MultiWorkerMirroredStrategy() if is_launched else rx.MirroredStrategy(jax.local_devices()[:2])
     )
-    rng = np.random.default_rng(0)
-    rows = rng.standard_normal((1000, 8)).astype(np.float32)
-    dataset = rx.data.from_arrays((rows, rows[:, :1])).shuffle(seed=1).repeat().batch(batch_size)
-    iterator = iter(strategy.experimental_distribute_dataset(dataset))
+    training = momentum_training(strategy, batch_size)
+    step, iterator = training.step, training.iterator
     with strategy.scope():
-        step = rx.Variable(0)
-        weights = [rx.Variable(rng.standard_normal(shape).astype(np.float32)) for shape in ((8, 16), (16, 1))]
-        velocities = [rx.Variable(jnp.zeros(weight.shape)) for weight in weights]
         total = rx.Variable(
             0.0, synchronization="on_read", aggregation="sum", trainable=False
         )  # of rows that each replica had
     checkpoint = rx.Checkpoint(
-        step=step, weights=weights, velocities=velocities, total=total, iterator=iterator
+        step=step, weights=training.weights, velocities=training.velocities, total=total, iterator=iterator
     )
     manager = rx.CheckpointManager(checkpoint, os.environ["REPLICAX_CHECKPOINT_DIR"], max_to_keep=2)
     manager.restore_or_initialize()
     first = int(step)
 
     def update(batch):
-        x, y = batch
-        kept = jax.random.bernoulli(jax.random.fold_in(jax.random.key(7), step.value), 0.8, (16,))
-        with rx.GradientTape() as tape:
-            hidden = jnp.tanh(x @ weights[0].value) * kept
-            loss = rx.nn.compute_average_loss((hidden @ weights[1].value - y)[:, 0] ** 2)
-        gradients = rx.get_replica_context().all_reduce("SUM", tape.gradient(loss, weights))
-        for weight, velocity, gradient in zip(weights, velocities, gradients, strict=True):
-            velocity.assign(0.9 * velocity - 0.01 * gradient)
-            weight.assign_add(velocity.value)
-        total.assign_add(jnp.sum(jnp.abs(x)))
-        step.assign_add(1)
-        return loss
+        total.assign_add(jnp.sum(jnp.abs(batch[0])))
+        return training.update(batch)
 
     for number in range(first, num_steps):
         loss = strategy.reduce("SUM", strategy.run(update, args=(next(iterator),)), axis=None)
@@ -82,15 +67,11 @@ def looping(num_steps, batch_size=12, pause_s=0.02, save_every=4):
             manager.save()
     print("anew", events["compile_requests_use_cache"] - events["cache_hits"], flush=True)
     manager.close()
-    digest = hashlib.sha256(repr(float(total)).encode())
-    for variable in [*weights, *velocities]:
-        digest.update(np.asarray(variable.numpy()).tobytes())
-    print("bits", digest.hexdigest()[:16], flush=True)
+    print("bits", bits_of([*training.weights, *training.velocities], float(total)), flush=True)
 
 
 def fitting(epochs=3, batch_size=12, pause_s=0.02, save_every=4):
     """Keras's fit with dropout and batch normalisation, on shuffled rows."""
-    import hashlib
     import os
     import time
 
@@ -104,17 +85,7 @@ def fitting(epochs=3, batch_size=12, pause_s=0.02, save_every=4):
     strategy = (
         rx.MultiWorkerMirroredStrategy() if is_launched else rx.MirroredStrategy(jax.local_devices()[:2])
     )
-    keras.utils.set_random_seed(0)
-    with strategy.scope():
-        model = keras.Sequential(
-            [
-                keras.layers.Dense(16, "tanh"),
-                keras.layers.BatchNormalization(),
-                keras.layers.Dropout(0.3),
-                keras.layers.Dense(1),
-            ]
-        )
-        model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+    model = model_with_random_layers(strategy)
 
     class Steps(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
@@ -130,16 +101,18 @@ def fitting(epochs=3, batch_size=12, pause_s=0.02, save_every=4):
     )
     for epoch, loss in enumerate(history.history["loss"]):
         print("epoch", epoch, f"loss {loss:.9g}", flush=True)
-    digest = hashlib.sha256(repr(history.history).encode())
-    for variable in [*model.variables, *model.optimizer.variables]:
-        digest.update(np.asarray(variable.value).tobytes())
-    print("bits", digest.hexdigest()[:16], flush=True)
+    print("bits", bits_of([*model.variables, *model.optimizer.variables], history.history), flush=True)
+
+
+def source_of(program):
+    """The source of a function, after that of the pieces that it may call."""
+    return f"{inspect.getsource(training_pieces)}\n\n{inspect.getsource(program)}"
 
 
 def write_script(folder, program, arguments=""):
     """Writes a script that prints its process id, and calls one of these functions."""
     script = folder / f"{program.__name__}.py"
-    script.write_text(f"{_HEAD}{inspect.getsource(program)}\n\n{program.__name__}({arguments})\n")
+    script.write_text(f"{_HEAD}{source_of(program)}\n\n{program.__name__}({arguments})\n")
     return script
 
 
@@ -208,40 +181,16 @@ def environment():
     return {**kept, "KERAS_BACKEND": "jax", "PYTHONPATH": path_of_programs()}
 
 
-class LaunchedJob:
-    """`replicax launch` with one of these programs, as a process; its tasks are identified by their output.
+class JobOutput:
+    """The lines of a job's tasks, ``worker 0 | text``, which threads add. None marks the end."""
 
-    Args:
-      folder: The folder of the script and the checkpoints, from which other jobs may resume.
-      program: One of these functions, and its arguments.
-      workers, max_restarts: The options of the launcher.
-      devices: The option that gives each worker its devices.
-    """
-
-    def __init__(
-        self, folder, program, arguments="", *, workers=2, max_restarts=0, devices="--devices-per-worker"
-    ):
-        folder.mkdir(exist_ok=True)
-        self.saved = folder / "saved"
-        script = write_script(folder, program, arguments)
-        self._launcher = subprocess.Popen(
-            [sys.executable, "-m", "replicax", "launch", "--plain", "--workers", str(workers)]
-            + [devices, "1", "--max-restarts", str(max_restarts)]
-            + ["--checkpoint-dir", str(self.saved), str(script)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment(),
-        )
+    def __init__(self):
         self.lines, self._new = [], queue.Queue()
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
 
-    def _read(self):
-        for line in self._launcher.stdout:
-            self.lines.append(line.rstrip("\n"))
-            self._new.put(self.lines[-1])
-        self._new.put(None)
+    def add(self, line):
+        if line is not None:
+            self.lines.append(line)
+        self._new.put(line)
 
     def next_line(self, pattern, timeout_s):
         """The match of the next unread line that begins with this text; None if there is no more."""
@@ -257,15 +206,53 @@ class LaunchedJob:
                 if found := re.match(pattern, line):
                     return found
 
+    def printed(self, word):
+        """The rest of each task's lines that begin with this word, as (task, rest), in order."""
+        return re.findall(rf"^(\w+ \d+) \| {word} (.*)$", "\n".join(self.lines), re.MULTILINE)
+
+    def text(self, num_lines=60):
+        return "\n".join(self.lines[-num_lines:])
+
+
+class LaunchedJob(JobOutput):
+    """`replicax launch` with one of these programs, as a process; its tasks are identified by their output.
+
+    Args:
+      folder: The folder of the script and the checkpoints, from which other jobs may resume.
+      program: One of these functions, and its arguments.
+      workers, max_restarts: The options of the launcher.
+      devices: The option that gives each worker its devices.
+    """
+
+    def __init__(
+        self, folder, program, arguments="", *, workers=2, max_restarts=0, devices="--devices-per-worker"
+    ):
+        super().__init__()
+        folder.mkdir(exist_ok=True)
+        self.saved = folder / "saved"
+        script = write_script(folder, program, arguments)
+        self._launcher = subprocess.Popen(
+            [sys.executable, "-m", "replicax", "launch", "--plain", "--workers", str(workers)]
+            + [devices, "1", "--max-restarts", str(max_restarts)]
+            + ["--checkpoint-dir", str(self.saved), str(script)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment(),
+        )
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self):
+        for line in self._launcher.stdout:
+            self.add(line.rstrip("\n"))
+        self.add(None)
+
     def wait(self, timeout_s):
         """The exit code."""
         code = self._launcher.wait(timeout_s)
         self._reader.join(timeout_s)
         return code
-
-    def printed(self, word):
-        """The rest of each task's lines that begin with this word, as (task, rest), in order."""
-        return re.findall(rf"^(\w+ \d+) \| {word} (.*)$", "\n".join(self.lines), re.MULTILINE)
 
     def wait_for_checkpoint(self, timeout_s):
         """Waits for a checkpoint that did not exist when the call started; returns True if it came before the end."""
@@ -279,9 +266,6 @@ class LaunchedJob:
 
     def _checkpoints(self):
         return {path.name for path in self.saved.glob("ckpt-*") if ".part-" not in path.name}
-
-    def text(self, num_lines=60):
-        return "\n".join(self.lines[-num_lines:])
 
     def __enter__(self):
         return self
@@ -299,7 +283,7 @@ class LaunchedJob:
 
 def kill_after_saving(job, victim, timeout_s, num_tasks=2, before=lambda: None):
     """Kills a task with `kill -9` once this start has a checkpoint; calls ``before`` first, and returns its result."""
-    pids = _pids(job, num_tasks, timeout_s)
+    pids = pids_of(job, num_tasks, timeout_s)
     assert job.wait_for_checkpoint(timeout_s), job.text()
     done = before()
     os.kill(pids[victim], signal.SIGKILL)
@@ -314,7 +298,7 @@ def kill_at_random(job, num_kills, *, seed, timeout_s, num_tasks=2):
       Returns the killed tasks and the times; fewer if the job ends before.
     """
     random_one, killed = random.Random(seed), []
-    while len(killed) < num_kills and (pids := _pids(job, num_tasks, timeout_s)):
+    while len(killed) < num_kills and (pids := pids_of(job, num_tasks, timeout_s)):
         is_starting = random_one.random() < 0.1
         for _ in range(0 if is_starting else random_one.randint(1, 20 * num_tasks)):
             job.next_line(r"worker \d+ \| step", timeout_s)
@@ -326,7 +310,7 @@ def kill_at_random(job, num_kills, *, seed, timeout_s, num_tasks=2):
     return killed
 
 
-def _pids(job, num_tasks, timeout_s):
+def pids_of(job, num_tasks, timeout_s):
     """The starting tasks, by name; None if the job has ended."""
     pids = {}
     while len(pids) < num_tasks:

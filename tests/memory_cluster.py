@@ -17,20 +17,19 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
+from replicax._ps.errors import described, error_from_answer
+from replicax._ps.programs.iterator_inputs import PerWorkerInput
+from replicax._ps.programs.programs import WorkerProgram, signature_of
+from replicax._ps.transport import structures
+from replicax._ps.transport.messages import Message
 from replicax._src.input.dataset import OutOfRangeError
 from replicax._src.input.elements import END
-from replicax._src.parameter_servers.errors import (
+from replicax._src.vocabulary.errors import (
     ClosureAbortedError,
     StaleCoordinatorError,
     UnavailableError,
     UnknownProgramError,
-    described,
-    of_answer,
 )
-from replicax._src.parameter_servers.programs.elements import PerWorkerInput
-from replicax._src.parameter_servers.programs.programs import WorkerProgram, signature_of
-from replicax._src.parameter_servers.transport import structures
-from replicax._src.parameter_servers.transport.messages import Message
 
 BROKEN = object()
 
@@ -141,7 +140,9 @@ class Link:
                 raise self.task.gone(self.why)
         headers = [(json.loads(header), arrays) for header, arrays in answers]
         return [
-            of_answer(header["error"], self.task.name) if "error" in header else Message(header, arrays)
+            error_from_answer(header["error"], self.task.name)
+            if "error" in header
+            else Message(header, arrays)
             for header, arrays in headers
         ]
 

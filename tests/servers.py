@@ -1,8 +1,8 @@
 """Strategies whose parameter servers are in this process: everything but the transport is as in a cluster."""
 
-from replicax._src.parameter_servers.client.session import Session
-from replicax._src.parameter_servers.store.store import Store
-from replicax._src.parameter_servers.strategy.parameter_server import ParameterServerStrategy
+from replicax._ps.client.session import Session
+from replicax._ps.store.store import Store
+from replicax._ps.strategy.parameter_server import ParameterServerStrategy
 from store_connections import server_clients
 
 

@@ -10,11 +10,11 @@ import types
 
 from replicax._src.cluster import channel as channel_module
 from replicax._src.cluster.channel import Channel
-from replicax._src.cluster.controller import Controller
 from replicax._src.cluster.failures import ClusterFailureError
 from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.peers import Peers
 from replicax._src.cluster.spec import ClusterSpec, Task
+from replicax._src.control.controller import Controller
 from replicax._src.wire.security import Security
 
 STEP_S = 0.1
@@ -237,7 +237,7 @@ class Worker:
         self.begins()
         methods = self.peers.gather("keras data", method, f"to start {method}")
         if set(methods) != {method}:
-            raise channel_module.of_mismatch(self.peers.names, [])  # see tests/keras/test_workers.py
+            raise channel_module.mismatch_error(self.peers.names, [])  # see tests/keras/test_workers.py
         self.peers.gather("keras random", 1, f"to start {method}")
         for _ in range(2):
             self.program(f"Sequential.{method}_step")

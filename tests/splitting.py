@@ -5,19 +5,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from replicax._src import jax_compat
+from local_processes import combined, one_device
+from replicax._src.jax_internals import jax_compat
+from replicax._src.lowering.round_programs import ReplicaOperand, RoundPrograms
 from replicax._src.tracing.flat import FlatProgram
-from replicax._src.tracing.row_partitioner.layout import Rows, RowSplit, Shared
-from replicax._src.tracing.row_partitioner.plan import RowsPlan
+from replicax._src.tracing.row_partitioner.row_layouts import Rows, RowSplit, Shared
+from replicax._src.tracing.row_partitioner.row_plan import RowsPlan
 
 
-def plan_of(function, whole, batch, sizes):
+def plan_of(function, whole, batch, sizes, replica=None):
     """The plan of ``function(whole, batch)``, and its operands in order."""
     flat, tree = jax.tree_util.tree_flatten((whole, batch))
     closed = jax.make_jaxpr(lambda *args: function(*tree.unflatten(args)))(*flat)
     num_rows = len(jax.tree_util.tree_leaves(batch))
     layouts = [Shared.WHOLE] * (len(flat) - num_rows) + [Rows(0)] * num_rows
-    return RowsPlan(FlatProgram(closed.jaxpr, closed.consts), layouts, RowSplit(sizes)), flat
+    return RowsPlan(FlatProgram(closed.jaxpr, closed.consts), layouts, RowSplit(sizes, replica)), flat
 
 
 def garbage(dtype):
@@ -60,3 +62,29 @@ def run_by_rows(function, whole, batch, sizes):
     for result in results:
         np.testing.assert_array_equal(result, np.broadcast_to(result[0], result.shape))
     return [result[0] for result in results], [count for count in sums if count]
+
+
+def run_in_segments(function, whole, batch, sizes):
+    """The results of the split program as programs of one device, with the sums added in NumPy between them."""
+    replica, num_whole = ReplicaOperand(), len(jax.tree_util.tree_leaves(whole))
+    plan, flat = plan_of(function, whole, batch, sizes, replica)
+    parts = [held(array, sizes).reshape(len(sizes), -1, *np.shape(array)[1:]) for array in flat[num_whole:]]
+    operands = [[*map(np.asarray, flat[:num_whole]), *rows] for rows in zip(*parts, strict=True)]
+    programs = RoundPrograms(
+        plan.in_rounds(),
+        operands[0],
+        "split program",
+        one_device(),
+        len(sizes),
+        replica,
+        donated=(),
+        donates=False,
+        finish=list,
+    )
+    slots = list(map(programs.slots, operands))
+    last = programs.slots(operands[0][:num_whole])
+    sums = programs.run_rounds(
+        range(len(sizes)), slots, lambda number, parts: combined(programs.rounds[number], parts)
+    )
+    compiled, args = programs.finishing(last, sums)  # it has the sums, and no rows
+    return compiled(*args)

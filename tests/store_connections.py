@@ -4,9 +4,9 @@ from collections import deque
 
 import numpy as np
 
-from replicax._src.parameter_servers.client.server_clients import ServerClients
-from replicax._src.parameter_servers.errors import described, of_answer
-from replicax._src.parameter_servers.transport.messages import Message
+from replicax._ps.client.server_clients import ServerClients
+from replicax._ps.errors import described, error_from_answer
+from replicax._ps.transport.messages import Message
 
 
 def server_clients(stores, incarnation):
@@ -41,7 +41,7 @@ class StoreConnection:
             answer = self._store.answer(message)
             self._answers.append(Message(answer.header, [np.array(array) for array in answer.arrays]))
         except Exception as error:
-            self._answers.append(of_answer(described(error), self._task))
+            self._answers.append(error_from_answer(described(error), self._task))
 
     def receive(self, timeout_s):
         del timeout_s

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax._src import jax_compat
+from replicax._ps.programs.row_parallel import Mixing, mixed_values, rows_of, with_rows
+from replicax._src.jax_internals import jax_compat
 from replicax._src.tracing.flat import FlatProgram
 from replicax._src.tracing.replication import is_call
-from replicax._src.tracing.row_parallel import Mixing, mixed_values, rows_of, with_rows
 
 _STEPS = (0, 1, 7, 1000)
 

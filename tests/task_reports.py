@@ -16,7 +16,10 @@ def count(task, name):
 def wait_for_count(task, name, number, within_s):
     """Waits until there are that many; the task must run meanwhile."""
     deadline = time.monotonic() + within_s
-    while count(task, name) < number:
-        assert task.is_running, "\n".join(task.output[-30:])
+    while True:
+        is_running = task.is_running  # first: it may report and end meanwhile
+        if count(task, name) >= number:
+            return
+        assert is_running, "\n".join(task.output[-30:])
         assert time.monotonic() < deadline
         time.sleep(0.02)

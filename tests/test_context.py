@@ -1,12 +1,15 @@
 """The current strategy, and the context of the caller: scopes, the global strategy, threads."""
 
+import subprocess
+import sys
 import threading
 
 import pytest
 
 import replicax as rx
 from replicax import errors
-from replicax._src import context
+from replicax._src.scope import context
+from replicax._src.scope.any_strategy import StrategyView
 
 
 @pytest.fixture
@@ -132,31 +135,42 @@ def test_merge_call_is_cross_replica_context(strategy):
     assert seen == [(True, None, True, "text", 5), True]
 
 
-def test_stand_in_affects_one_strategy_and_one_thread(strategy, other):
+def test_the_scope_of_a_view_changes_one_strategy_in_one_thread(strategy, other):
     own = strategy.topology
     parts, inner = other.parts, rx.OneDeviceStrategy("cpu:3").parts
     elsewhere = []
 
     def look():
-        elsewhere.append((strategy.topology is own, context.stand_in_of(strategy) is not None))
+        elsewhere.append((strategy.topology is own, context.view_of(strategy) is not None))
+
+    def on(parts):
+        return context.Scope(strategy, view=StrategyView(strategy, parts))
 
     def fail_inside():
-        with context.standing_in(strategy, parts):
+        with on(parts):
             assert strategy.topology is parts.topology
             assert (strategy.runner, strategy.bindings) == (parts.runner, parts.bindings)
-            with context.standing_in(strategy, inner):
+            with on(inner):
                 assert strategy.topology is inner.topology
+                with strategy.scope():
+                    assert strategy.topology is inner.topology
+                    assert rx.Variable(0.0).distribute_strategy is strategy
             assert strategy.topology is parts.topology
-            assert context.stand_in_of(other) is None
+            assert context.view_of(other) is None
             thread = threading.Thread(target=look)
             thread.start()
             thread.join()
-            assert context.stand_in_of(strategy) is not None
+            assert context.view_of(strategy) is not None
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail_inside()
     assert elsewhere == [(True, False)]
     assert strategy.topology is own
-    assert context.stand_in_of(strategy) is None
-    assert not context._stand_ins
+    assert context.view_of(strategy) is None
+
+
+def test_scope_that_was_never_entered_says_nothing_at_the_end_of_the_program():
+    program = "import replicax as rx\nscope = rx.MirroredStrategy(['cpu:0']).scope()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -10,7 +10,7 @@ import keras  # noqa: F401
 import pytest
 
 import replicax
-from replicax._src.framework import use_imported
+from replicax._src.values.framework import use_imported
 
 use_imported()  # a bridge is imported once its framework has been, as by a user, and never first
 

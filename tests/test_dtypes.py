@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import replicax as rx
-from replicax._src.dtypes import as_dtype
+from replicax._src.values.dtypes import as_dtype
 
 
 class TensorFlowDtype:

@@ -927,7 +927,15 @@ def deep_inside():
     raise Mine("from deep inside")
 
 
-@pytest.mark.parametrize("how", ["run", "function", "merge_call", "scan", "method"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "run",
+        "function",
+        "merge_call",
+        *(pytest.param(how, marks=pytest.mark.rest) for how in ("scan", "method")),
+    ],
+)
 def test_exception_in_the_replica_function(strategy, how):
     with strategy.scope():
         v = rx.Variable(1.0)

@@ -6,7 +6,7 @@ import pytest
 
 import replicax as rx
 from checks import in_a_process_of_its_own, message
-from replicax._src.extras import EXTRAS, Package, missing_extra, missing_packages
+from replicax._src.packaging.extras import EXTRAS, Package, missing_extra, missing_packages
 
 
 def test_the_packages_to_install_come_first():
@@ -63,7 +63,6 @@ USES = {
     "rx.Checkpoint(a=rx.Variable(1.0)).save('/tmp/none/c')": ("tensorstore", "checkpoint"),
     "rx.data.from_csv('/tmp/none')": ("pyarrow", "files"),
     "rx.data.from_tfrecords('/tmp/none')": ("grain", "files"),
-    "rx.Server.create_local_server()": ("xxhash and cloudpickle", "ps"),
     "rx.keras.callbacks.CheckpointCallback": ("keras", "keras"),
 }
 
@@ -72,7 +71,7 @@ USES = {
 def test_each_use_names_its_package_first():
     program = f"""
     import sys
-    for name in ("optax", "tensorboardX", "tensorstore", "pyarrow", "grain", "xxhash", "cloudpickle", "keras"):
+    for name in ("optax", "tensorboardX", "tensorstore", "pyarrow", "grain", "keras"):
         sys.modules[name] = None
     import replicax as rx
     for use in {list(USES)!r}:

@@ -5,8 +5,8 @@ import types
 
 import pytest
 
-from replicax._src import file_access
-from replicax._src.file_access import readers_of, writers_of
+from replicax._src.untrusted import file_access
+from replicax._src.untrusted.file_access import readers_of, writers_of
 
 
 def about(mode, uid=None, gid=0):

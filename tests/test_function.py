@@ -13,7 +13,6 @@ import pytest
 import replicax as rx
 from checks import message, tpu_strategy
 from replicax import errors
-from servers import servers
 
 STRATEGIES = {
     "default": rx.get_strategy,
@@ -122,7 +121,6 @@ def test_unsupported_results_raise(strategy, fn, says):
     for call in (
         lambda: strategy.run(fn, (x,)),
         lambda: rx.function(fn)(x),
-        lambda: servers(1).closures.prepare(fn, (x,)),
     ):
         message(errors.UnsupportedError, call, *says)
     kept = {"name": "a", "list": ["b"]}
@@ -173,10 +171,6 @@ class Logged:
 )
 def test_strategies_run_a_method_and_its_surrounding_code(strategy, fn, expected):
     assert local(strategy, strategy.run(fn, (jnp.float32(3.0),)))[0] == expected
-    on_servers = servers(1)
-    closure = on_servers.closures.prepare(fn, (np.float32(3.0),))
-    assert float(on_servers.run_here(fn, np.float32(3.0))) == expected
-    assert closure.name.split(".")[-1] in ("step", "of_class", "<lambda>")
 
 
 def test_arguments(strategy):

@@ -14,8 +14,8 @@ from jax._src import compilation_cache, distributed
 
 import replicax as rx
 from checks import in_a_process_of_its_own, message
-from replicax._src import jax_compat, jax_compat_names
 from replicax._src.devices.program_files import ProgramFiles
+from replicax._src.jax_internals import jax_compat, jax_compat_names
 
 
 @pytest.fixture

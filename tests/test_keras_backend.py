@@ -10,8 +10,8 @@ import pytest
 
 import replicax as rx
 from checks import in_a_process_of_its_own, message, path_of_programs
-from replicax._src import keras_backend
-from replicax._src.keras_backend import KerasBackend, check_keras, chosen_backend
+from replicax._src.keras import backend
+from replicax._src.keras.backend import KerasBackend, check_keras, chosen_backend
 
 
 def test_the_environment_chooses_before_the_file(tmp_path):
@@ -90,7 +90,7 @@ def test_an_import_of_keras_that_works_is_unchanged():
 def test_code_that_needs_keras_says_what_to_write(monkeypatch):
     check_keras("This")
     wrong = KerasBackend("tensorflow", "KERAS_BACKEND is not set")
-    monkeypatch.setattr(keras_backend, "backend_now", lambda: wrong)
+    monkeypatch.setattr(backend, "backend_now", lambda: wrong)
     text = message(
         rx.errors.KerasBackendError,
         lambda: rx.keras.callbacks.CheckpointCallback,

@@ -11,8 +11,8 @@ import pytest
 
 import replicax as rx
 from replicax import errors
-from replicax._src import jax_compat
 from replicax._src.devices import listing
+from replicax._src.jax_internals import jax_compat
 
 
 @pytest.mark.timeout(120)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import replicax as rx
-from replicax._src import nn as nn_module
+from replicax._src.functions import nn as nn_module
 
 
 @pytest.fixture

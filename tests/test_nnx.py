@@ -84,14 +84,16 @@ def test_training_equals_one_device_on_uneven_batches(num_replicas):
     assert int(our_count) == int(count) == 2
 
 
-def test_moving_statistics_are_averaged_over_replicas():
+@pytest.mark.parametrize("rows", [8, 7])
+def test_moving_statistics_are_averaged_over_the_rows_of_all_replicas(rows):
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
     model, optimizer = make(head=rx.optax.aggregate_gradients())
     kernel, bias = np.asarray(model.first.kernel.get_value()), np.asarray(model.first.bias.get_value())
-    strategy.run(lambda m, o, b: step(m, o, b, True), (model, optimizer, batches(strategy, 8)[0]))
-    hidden = X[:8] @ kernel + bias
-    expected = 0.5 * np.mean([hidden[:4].mean(0), hidden[4:].mean(0)], axis=0)
-    np.testing.assert_allclose(model.norm.mean.get_value(), expected, rtol=1e-5, atol=1e-6)
+    strategy.run(lambda m, o, b: step(m, o, b, True), (model, optimizer, batches(strategy, rows)[0]))
+    hidden = X[:rows] @ kernel + bias
+    variance = (4 * hidden[:4].var(0) + (rows - 4) * hidden[4:].var(0)) / rows
+    np.testing.assert_allclose(model.norm.mean.get_value(), 0.5 * hidden.mean(0), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(model.norm.var.get_value(), 0.5 + 0.5 * variance, rtol=1e-5, atol=1e-6)
 
 
 def test_dropout_differs_between_replicas_and_advances():

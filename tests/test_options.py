@@ -58,13 +58,17 @@ def test_run_options():
         rx.RunOptions(experimental_xla_options="fast")
 
 
-def test_xla_options_reach_the_compiler():
+def test_xla_options_reach_the_compiler_also_of_a_function_that_ran_without_them():
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
     good = rx.RunOptions(experimental_xla_options={"xla_cpu_enable_fast_math": False})
-    assert strategy.run(lambda: 3, options=good) == 3
     bad = rx.RunOptions(experimental_xla_options={"no_such_option": True})
+
+    def three():
+        return 3
+
+    assert strategy.run(three) == strategy.run(three, options=good) == 3
     with pytest.raises(Exception, match="no_such_option"):
-        strategy.run(lambda: 3, options=bad)
+        strategy.run(three, options=bad)
     assert not rx.in_cross_replica_context()
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 import replicax as rx
-from replicax._src import home
-from replicax._src.extras import EXTRAS
+from replicax._src.packaging import home
+from replicax._src.packaging.extras import EXTRAS
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

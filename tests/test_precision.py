@@ -85,8 +85,15 @@ def trained(hidden_of, number, options):
     return float(loss), w.numpy(), v.numpy()
 
 
-@pytest.mark.parametrize("options", [{}, {"shard_state": "all"}])
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize(
+    ("options", "number"),
+    [
+        ({}, 2),
+        ({"shard_state": "all"}, 1),
+        pytest.param({}, 1, marks=pytest.mark.rest),
+        pytest.param({"shard_state": "all"}, 2, marks=pytest.mark.rest),
+    ],
+)
 def test_in_run_with_micro_batches(options, number, monkeypatch):
     monkeypatch.setattr(gathers, "LEAST_GATHERED_BYTES", 1)
 

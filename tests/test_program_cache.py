@@ -3,18 +3,20 @@
 import hashlib
 import json
 import os
-import pathlib
 import random
 import signal
 import subprocess
 import sys
 import time
 import types
+from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import replicax as rx
-from replicax._src.cluster.layout import free_ports
+from replicax._src.cluster.machine_layout import free_ports
 from replicax._src.devices import program_cache, program_files
 from replicax._src.devices.program_files import ProgramFiles
 
@@ -41,7 +43,7 @@ def test_program_is_complete_or_absent(tmp_path, monkeypatch):
     assert files.get("f") is None
     files.put("f", b"damaged")
     with monkeypatch.context() as patch:
-        patch.setattr(pathlib.Path, "write_bytes", killed)
+        patch.setattr(Path, "write_bytes", killed)
         with pytest.raises(KeyboardInterrupt):
             files.put("f", b"program")
     assert files.get("f") == b"damaged"
@@ -124,6 +126,30 @@ def test_killed_writers_leave_no_broken_program(tmp_path):
         value = path.read_bytes()
         assert hashlib.sha256(value[32:]).digest() == value[:32]
     assert sum(path.stat().st_size for path in found) <= 400_000 * 1.3, "three writers and one program each"
+
+
+# --- tests --------------------------------------------------------------------------------------------
+
+
+def test_tests_and_the_processes_that_they_start_keep_their_programs_for_the_next_run():
+    """In one folder of bounded size, however short compiling takes; switched off, in one of this run alone."""
+    folder, root = Path(jax.config.jax_compilation_cache_dir), os.environ["REPLICAX_CACHE_DIR"]
+    if root == "off":
+        assert folder.name.startswith("programs")
+    else:
+        assert folder == Path(root) / program_cache.host_folder()
+        assert program_cache.cache_bytes(os.environ) <= 10**9
+
+    def small_program(x):
+        return 3.25 * jnp.sin(x)
+
+    jax.jit(small_program)(jnp.ones(7)).block_until_ready()
+    assert any(path.name.startswith("jit_small_program-") for path in programs(folder))
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == 0
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    assert len(set(flags)) == len(flags), (
+        "the keys of programs have them; workers of pytest-xdist inherit them"
+    )
 
 
 # --- where --------------------------------------------------------------------------------------------
@@ -210,6 +236,17 @@ def test_second_start_compiles_nothing(tmp_path, name, place):
     assert {path.parts[1] for path in programs(root)} == {"cpu-cpu"}
     assert root.stat().st_mode & 0o777 == 0o700
     assert run(tmp_path, **{name: str(tmp_path / "run")})["compiled"] == 0
+
+
+@pytest.mark.rest
+@pytest.mark.timeout(250)
+def test_programs_of_other_flags_are_not_used(tmp_path):
+    counts = [
+        run(tmp_path, REPLICAX_CACHE_DIR=str(tmp_path / "run"), XLA_FLAGS=flags)["compiled"]
+        for flags in ("", "--xla_backend_optimization_level=0", "--xla_force_host_platform_device_count=2")
+    ]
+    assert counts[0] == counts[1] > 0
+    assert counts[2] > 0
 
 
 @pytest.mark.timeout(250)

@@ -147,13 +147,6 @@ def test_a_second_compilation_says_why(strategy, soon, capsys):
     )
 
 
-def test_plan_is_announced(strategy, soon, capsys):
-    strategy.plan(slowly, (jnp.ones(()),), topology="cpu:2")
-    said, took = lines_of(capsys)
-    assert said == "replicax: planning slowly for cpu:2 …"
-    assert took.startswith("replicax: planned slowly for cpu:2 in ")
-
-
 def test_work_inside_work_is_a_part_of_it(soon, capsys):
     with progress.compiling("outer", 2):
         time.sleep(SLOW_S)

@@ -69,7 +69,7 @@ def test_errors_show_replicax_errors_when_first_raised():
 
 
 def test_pickles_by_the_private_path_still_load():
-    assert pickle.loads(b"creplicax._src.errors\nKerasLossError\n.") is errors.KerasLossError
+    assert pickle.loads(b"creplicax._src.vocabulary.errors\nKerasLossError\n.") is errors.KerasLossError
 
 
 @pytest.mark.parametrize("cls", [rx.RunOptions, rx.InputOptions, rx.MirroredStrategy])
@@ -89,3 +89,13 @@ def test_no_class_shows_another_source(path):
 
 def test_the_source_of_a_method_is_found():
     assert inspect.getsource(rx.MirroredStrategy.run).startswith("    def run(\n")
+
+
+def test_methods_of_the_strategy_name_the_class():
+    """Most of them are defined in classes that it consists of. Python's errors about wrong calls, and pickles, name it."""
+    methods = [getattr(rx.Strategy, name) for name in dir(rx.Strategy) if not name.startswith("_")]
+    functions = [method for method in methods if inspect.isfunction(method)]
+    assert {function.__qualname__.partition(".")[0] for function in functions} == {"Strategy"}
+    assert all(pickle.loads(pickle.dumps(function)) is function for function in functions)
+    with pytest.raises(TypeError, match=r"^Strategy\.experimental_distribute_dataset\(\) missing 1 required"):
+        rx.get_strategy().experimental_distribute_dataset()

@@ -9,24 +9,26 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from replicax._src import strict_json
-from replicax._src.strict_json import TextError, read_json
+from replicax._src.untrusted import strict_json
+from replicax._src.untrusted.strict_json import JsonReader, TextError, read_json
 
 SOURCE = Path(__file__).parents[1] / "src" / "replicax"
 
 # These read text that this program, or a process that it has started or that has started it, has just written.
 OF_OUR_OWN = {
-    "_src/strict_json.py": "the strict reader",
-    "_src/cli/doctor_test.py": "the output of a process that it has started",
-    "_src/cli/plan.py": "the file of a process that it has started",
-    "_src/cli/planned_script.py": "the command line that its parent has made",
-    "_src/cluster/service.py": "the line that its parent has written",
+    "_src/untrusted/strict_json.py": "the strict reader",
+    "_launch/doctor_test.py": "the output of a process that it has started",
+    "_launch/plan.py": "the file of a process that it has started",
+    "_launch/planned_script.py": "the command line that its parent has made",
+    "_src/cluster/controller_process.py": "the line that its parent has written",
     "_src/cluster/start.py": "the answer of a process that it has started",
+    "_src/cluster/peers.py": "what it has just written, so that its own value is as one that has travelled",
     "_src/keras/sharded_state.py": "what it has just written",
-    "_src/migrate/keras_dropped.py": "a table of the package",
-    "_src/migrate/table.py": "a table of the package",
-    "_src/parameter_servers/strategy/worker_function.py": "a signature that it has made",
-    "_src/testing/reports.py": "the reports of a test's own processes",
+    "_migrate/notebooks.py": "a notebook: it checks what it needs, and says what is wrong (tests/migrate/test_notebooks.py)",
+    "_migrate/keras_dropped.py": "a table of the package",
+    "_migrate/table.py": "a table of the package",
+    "_ps/strategy/worker_function.py": "a signature that it has made",
+    "_testing/task_reports.py": "the reports of a test's own processes",
 }
 PARSERS = {("json", "loads"), ("json", "load"), ("json", "JSONDecoder")}
 
@@ -82,22 +84,26 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from("abcd"), inner, max_size=4),
     max_leaves=10,
 )
-CHECK = strict_json.record(
-    {
-        "a": strict_json.items(strict_json.count, most=2),
-        "b": strict_json.optional(strict_json.table(strict_json.number)),
-    },
-    {
-        "c": strict_json.fixed(strict_json.string, strict_json.flag),
-        "d": strict_json.one_of(1, "x"),
-    },
-)
+
+
+def check(value):
+    """Reads a value of a form that has every kind of value."""
+    return JsonReader(value, "it").record(
+        {
+            "a": lambda it: it.items(JsonReader.count, most=2),
+            "b": lambda it: it.optional(lambda table: table.table(JsonReader.number)),
+        },
+        {
+            "c": lambda it: it.fixed(JsonReader.string, JsonReader.flag),
+            "d": lambda it: it.one_of(1, "x"),
+        },
+    )
 
 
 @hypothesis.given(value=JSON)
 def test_any_value_passes_a_check_or_is_one_error(value):
     with contextlib.suppress(TextError):
-        CHECK(value, "it")
+        check(value)
 
 
 @pytest.mark.parametrize(
@@ -119,11 +125,11 @@ def test_any_value_passes_a_check_or_is_one_error(value):
 )
 def test_check_says_where_and_what_is_wrong(value, says):
     with pytest.raises(TextError, match=says):
-        CHECK(value, "it")
+        check(value)
 
 
 def test_checked_lists_are_tuples():
-    assert CHECK({"a": [1, 2], "b": {"x": 1}, "c": ["s", True], "d": "x"}, "it") == {
+    assert check({"a": [1, 2], "b": {"x": 1}, "c": ["s", True], "d": "x"}) == {
         "a": (1, 2),
         "b": {"x": 1.0},
         "c": ("s", True),

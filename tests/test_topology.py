@@ -8,15 +8,10 @@ import jax
 import pytest
 
 import replicax as rx
-from replicax._src import jax_compat
-from replicax._src.devices import topology
-from replicax._src.devices.topology import (
-    REPLICA_AXIS,
-    Topology,
-    device_name,
-    resolve_device,
-    resolve_devices,
-)
+from replicax._src.devices.jax_backend import prepare_backend
+from replicax._src.devices.named_devices import device_name, resolve_device, resolve_devices
+from replicax._src.devices.topology import REPLICA_AXIS, Topology
+from replicax._src.jax_internals import jax_compat
 from replicax.errors import DeviceError
 
 
@@ -151,7 +146,7 @@ def test_processes_on_one_host_share_its_cores(
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    topology.prepare_backend(num_processes)
+    prepare_backend(num_processes)
     chosen = os.environ.get("PJRT_NPROC")
     monkeypatch.undo()
     assert chosen == expected

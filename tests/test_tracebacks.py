@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import gc
-import os
 import pickle
 import subprocess
 import sys
@@ -17,7 +16,7 @@ import pytest
 
 import replicax as rx
 from replicax import errors
-from replicax.testing import LocalCluster
+from short_tracebacks import check, run
 
 HEAD = """
 import os
@@ -74,27 +73,6 @@ PROGRAMS = {
 }
 
 
-def run(folder, program, **environment):
-    script = folder / "script.py"
-    script.write_text(program)
-    env = {**os.environ, **environment}
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, env=env)
-    assert done.returncode == 1, done.stderr
-    return done.stderr[done.stderr.index("Traceback (most recent") :]
-
-
-def check(text, program, mark="# HERE"):
-    """The text of a program, or of a traceback at the start of a text: the line with the mark is the last one before
-    the message."""
-    here = 1 + next(i for i, line in enumerate(program.splitlines()) if line.endswith(mark))
-    lines = text.splitlines()
-    end = next(i for i, line in enumerate(lines) if i and not line.startswith(" "))  # the message
-    frames = [i for i, line in enumerate(lines[:end]) if line.startswith("  File ")]
-    assert lines[frames[-1]].split("script.py", 1)[1].startswith(f'", line {here},'), text
-    assert end - 1 <= 15, text
-    assert all("script.py" in lines[i] for i in frames), text
-
-
 QUICK = ("python_if", "shape_in_rx_function")
 
 
@@ -104,92 +82,6 @@ QUICK = ("python_if", "shape_in_rx_function")
 def test_traceback_is_short_and_ends_at_the_users_line(name, tmp_path):
     program = HEAD + PROGRAMS[name]
     check(run(tmp_path, program), program)
-
-
-# --- functions that are scheduled ---------------------------------------------------------------------
-
-SCHEDULED = """
-import os, traceback
-os.environ["KERAS_BACKEND"] = "jax"
-import jax.numpy as jnp, numpy as np, replicax as rx
-x = np.ones((2, 3), np.float32)
-def product(x):
-    return x @ jnp.ones((7, 7))  # SHAPE
-def condition(x):
-    if jnp.sum(x) > 0:  # IF
-        return x
-def rows():
-    yield x
-    raise KeyError("row")  # ROWS
-def total(iterator):
-    return jnp.sum(next(iterator))
-def joined():
-    coordinator.schedule(total, (iterator,))
-    coordinator.join()  # JOIN
-def fetched():
-    iterator = iter(coordinator.create_per_worker_dataset(rows))
-    results = [coordinator.schedule(total, (iterator,)) for _ in range(2)]
-    results[1].fetch()  # FETCH
-with rx.testing.server_cluster(workers=1, ps=1):
-    strategy = rx.ParameterServerStrategy()
-    with rx.coordinator.ClusterCoordinator(strategy) as coordinator:
-        iterator = iter(coordinator.create_per_worker_dataset(rows))
-        coordinator.schedule(total, (iterator,)).fetch()
-        for case in (lambda: coordinator.schedule(product, (x,)), lambda: coordinator.schedule(condition, (x,)), joined, fetched):
-            try:
-                case()
-            except Exception:
-                traceback.print_exc()
-                print("=== end ===", file=__import__("sys").stderr)
-raise SystemExit(1)
-"""
-
-
-@pytest.mark.rest
-@pytest.mark.timeout(150)
-def test_tracebacks_of_scheduled_functions_are_short(tmp_path):
-    texts = run(tmp_path, SCHEDULED).split("=== end ===\n")
-    assert len(texts) == 5
-    for text, mark in zip(texts, ("# SHAPE", "# IF", "# JOIN", "# FETCH"), strict=False):
-        check(text[text.index("Traceback") :], SCHEDULED, mark)
-    line = 1 + next(i for i, line in enumerate(SCHEDULED.splitlines()) if line.endswith("# ROWS"))
-    for text in texts[2:4]:
-        assert f"worker 0 failed: KeyError: 'row' (raised at {tmp_path}/script.py:{line} in rows)" in text
-
-
-# --- several processes --------------------------------------------------------------------------------
-
-TOGETHER = """
-import os
-import jax.numpy as jnp, numpy as np, replicax as rx
-strategy = rx.MultiWorkerMirroredStrategy()
-batch = strategy.experimental_distribute_values_from_function(lambda c: np.ones((2, 3), np.float32))
-def step(x):
-    return rx.get_replica_context().all_reduce("SUM", x)
-strategy.run(step, (batch,))
-"""
-OF_ALL = TOGETHER + PROGRAMS["python_if"]
-OF_ONE = (
-    TOGETHER + "if not rx.is_chief():\n    os._exit(3)\nwhile True:\n    strategy.run(step, (batch,))  # HERE"
-)
-
-
-@pytest.mark.rest
-@pytest.mark.timeout(150)
-@pytest.mark.parametrize(
-    ("program", "failing"), [(OF_ALL, [0, 1]), (OF_ONE, [0])], ids=["own", "of another task"]
-)
-def test_tracebacks_of_several_processes_are_short(program, failing, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(program)
-    with LocalCluster(2, timeout_s=100) as cluster:
-        cluster.start(script)
-        results = cluster.wait()
-    for index in failing:
-        text = "\n".join(results["worker", index].output)
-        assert results["worker", index].exit_code == 1, text
-        assert text.count("Traceback (most recent") == 1, text
-        check(text[text.index("Traceback (most recent") :], program)
 
 
 # --- notebooks ----------------------------------------------------------------------------------------

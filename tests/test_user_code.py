@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import types
 from pathlib import Path
 
 import jax
@@ -12,9 +13,10 @@ import keras
 import numpy as np
 import pytest
 
+import replicax as rx
 from checks import path_of_programs
-from replicax._src import user_code
-from replicax._src.user_code import is_library, is_user_code, user_line_of_callback
+from replicax._src.user import user_code
+from replicax._src.user.user_code import is_library, is_user_code, user_line_of_callback
 
 PACKAGE = Path(user_code.PACKAGE)
 PROGRAM = """\
@@ -93,8 +95,8 @@ def test_code_of_packages_is_not_the_users_wherever_they_lie():
     assert is_library(threading.__file__)
     assert is_library("<frozen importlib._bootstrap>")
     assert is_library(jax.__file__)
-    assert not is_library(str(PACKAGE / "values.py"))
-    assert not is_user_code(str(PACKAGE / "values.py"))
+    assert not is_library(str(PACKAGE / "values" / "distributed.py"))
+    assert not is_user_code(str(PACKAGE / "values" / "distributed.py"))
     for file in (
         "/home/me/train.py",
         "/home/me/site-packages.py",
@@ -114,6 +116,41 @@ def test_one_file_decides_which_code_is_the_users():
         if "sysconfig" in file.read_text() or "getsitepackages" in file.read_text()
     ]
     assert deciding == []
+
+
+CELL = """
+def diverges(x):
+    v.assign(x.sum())
+def decides(x):
+    return x if x.sum() > 0 else -x
+"""
+
+
+def test_a_cell_of_a_notebook_is_named_as_the_notebook_names_it(monkeypatch, tmp_path):
+    """Not by its temporary file, and its source is found."""
+    file = tmp_path / "1501578675.py"
+    file.write_text(CELL)
+    names = {str(file): ("Cell", "In[3]")}
+    shell = types.SimpleNamespace(compile=types.SimpleNamespace(format_code_name=names.get))
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        scope = {"v": rx.Variable(1.0)}
+    exec(compile(CELL, str(file), "exec"), scope)
+    (x,) = strategy.experimental_distribute_dataset([np.ones(4, np.float32)])
+    for name, place in (
+        ("diverges", r"Cell In\[3\]:3 in diverges"),
+        ("decides", r"Cell In\[3\]:5 in decides, in `x"),
+    ):
+        with pytest.raises(rx.errors.ReplicaxError, match=place) as caught:
+            strategy.run(scope[name], args=(x,))
+        assert str(file) not in str(caught.value)
+    assert (
+        user_code.source_at(user_code.place_of(str(file), 5, "decides")).strip()
+        == "return x if x.sum() > 0 else -x"
+    )
+    assert user_code.source_at(user_code.place_of(__file__, 1, "here")).startswith('"""Which code')
+    assert user_code.source_at(user_code.UNKNOWN) == ""
 
 
 def test_callback_of_a_program_is_found_and_other_threads_are_not():

@@ -10,7 +10,7 @@ import pytest
 import replicax as rx
 from checks import message
 from replicax._src.devices.topology import Topology
-from replicax._src.values import cut, largest_shape, pad, per_replica_from_components
+from replicax._src.values.distributed import cut, largest_shape, pad, per_replica_from_components
 from replicax.errors import DonatedError, PerReplicaUseError
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from replicax._src.migrate.keras_dropped import ARGUMENTS, name_in_keras_3
+from replicax._migrate.keras_dropped import ARGUMENTS, name_in_keras_3
 
 # Methods of these are compared, too.
 CLASSES = (

@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from replicax._src.migrate.table import TENSORFLOW_1, rows
+from replicax._migrate.table import TENSORFLOW_1, rows
 
 # Other names of arguments that mean the same.
 SYNONYMS = {

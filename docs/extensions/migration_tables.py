@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator
 
-from replicax._src.migrate import table
+from replicax._migrate import table
 
 PLACEHOLDER = re.compile(r"\{(\*?)(\w+)[^{}]*\}")
 

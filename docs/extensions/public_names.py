@@ -2,7 +2,7 @@
 
 - ``{api} module`` is a directive: for each name below it, a line in a table and the entry from its docstring. A name that is
   another name of something gets a line that says so.
-- A type that a signature names by where it is defined (``replicax._src…``) leads to its public name.
+- A type that a signature names by where it is defined (``replicax._src…``, or in a part) leads to its public name.
 - A name in code font that begins with ``rx.`` leads to its entry. One that does not exist is a warning.
 """
 
@@ -37,15 +37,15 @@ INTERNAL = {
     "GradientTape": "record_read",
     "Mirrored": "array as_array stored donate is_shared",
     "PerReplica": "array as_array stored donate description component_shape maker",
-    "ParameterServerStrategy": "is_coordinator topology_of_worker run_here run_replica_here run_as_one has_servers",
+    "ParameterServerStrategy": "is_coordinator topology_of_worker run_here run_replica_here run_as_one",
     "ReplicaContext": "communicator",
     "RemoteValue": "array pytree_of settle",
-    "Strategy": "parts_on shards_on parts topology variable_placement bindings runner steps_runner user_ops reduce_in_replica "
-    "joins_trace mirrored is_default has_servers partitions_by_spmd worker_of_own",
+    "Strategy": "view_on shards_on parts topology variable_placement bindings runner steps_runner user_ops reduce_in_replica "
+    "joins_trace mirrored is_default partitions_by_spmd",
     "SummaryWriter": "keras_model",
     "Variable": "has_components",
     "Dataset": "is_batched open has is_mapped_in_batches batch_size seeds has_hint with_hint fingerprint first",
-    "FileDataset": "of_files",
+    "FileDataset": "shard_files",
     "LayoutMap": "of pattern_of entries",
     "ShardedVariable": "shards",
     "TensorBoard": "close_after",
@@ -129,13 +129,19 @@ def _directive(value: Any) -> str:
 def _options(value: Any) -> list[str]:
     if isinstance(value, type) and issubclass(value, enum.Enum):
         return ["   :undoc-members:"]
+    if value is replicax.Strategy:  # most of its methods are in classes that it consists of
+        return [*_hiding(value), "   :inherited-members:", "   :no-show-inheritance:"]
+    return _hiding(value)
+
+
+def _hiding(value: Any) -> list[str]:
     hidden = INTERNAL.get(getattr(value, "__name__", ""), "").split()
     hidden += getattr(value, "_fields", ())  # the docstring of a named tuple explains them
     return [f"   :exclude-members: {', '.join(hidden)}"] if hidden else []
 
 
 def link_defined(app: Sphinx, env: BuildEnvironment, node: addnodes.pending_xref, content: nodes.Node) -> Any:
-    """A reference to ``replicax._src.values.PerReplica.values``, as one to ``replicax.PerReplica.values``."""
+    """A reference to ``replicax._src.values.distributed.PerReplica.values``, as one to ``replicax.PerReplica.values``."""
     if node.get("refdomain") != "py":
         return None
     target, rest = node["reftarget"], ""

@@ -195,38 +195,68 @@ def scheduled_function() -> None:
     picture.save("scheduled_function.svg")
 
 
+PARTS = (
+    ("_launch", ("the command: launch,", "doctor, top")),
+    ("_migrate", ("rewrites programs", "of TensorFlow")),
+    ("_plan", ("plans for hardware,", "pictures")),
+    ("_ps", ("servers, workers,", "coordinator")),
+    ("_testing", ("rx.testing",)),
+)
+# The folders of the core from the top, what they are for, and the first letters of the paths through them.
+CORE = (
+    ("program_kit, diagnostics", "what _ps takes; messages", ""),
+    ("keras", "fit, optimizers, callbacks", "f"),
+    ("summaries, profiling, preemption", "TensorBoard; saves", ""),
+    ("frameworks, checkpoint", "flax nnx; what is saved", ""),
+    ("functions, strategies", "rx.function; run, reduce", "rs"),
+    ("input", "datasets as steps", "f"),
+    ("lowering", "programs on devices", "rf"),
+    ("variables, scope, fault_tolerance, collectives", "state, context, sums", "rfs"),
+    ("tracing", "a function becomes a program", "rfs"),
+    ("values, devices", "what is placed, and where", "rfs"),
+    ("status, cluster, control, wire", "processes, connections", "s"),
+    ("user, jax_internals", "the user's code; JAX's version", ""),
+    ("vocabulary, packaging, untrusted, drawing", "errors, options", ""),
+)
+
+
 def layers() -> None:
-    picture = Picture(760, 470, "The folders of replicax as layers, and three paths through them")
-    rows = (
-        ("plan  cli  testing", "the edge", ""),
-        ("keras", "fit, optimizers, callbacks", "f"),
-        ("parameter_servers", "coordinator, workers, servers", "s"),
-        ("checkpoint  frameworks", "what is saved", ""),
-        ("strategies", "run, reduce, rx.function", "rs"),
-        ("input", "datasets as batches on devices", "f"),
-        ("lowering", "a program on devices", "rf"),
-        ("variables  collectives", "state, and how replicas meet", "rf"),
-        ("tracing", "a function becomes a program", "rfs"),
-        ("values  devices", "what is placed, and where", "rfs"),
-        ("cluster  wire", "processes, and connections between them", "s"),
+    picture = Picture(
+        760, 650, "The parts beside the core, the folders of the core as layers, and three paths through them"
     )
     paths = (("r", "run", COLOURS[0]), ("f", "fit", COLOURS[1]), ("s", "schedule", COLOURS[2]))
-    left, height, top = 510, 34, 44
+    left, height, top = 498, 30, 176
+    picture.text(24, 28, "Parts", bold=True)
+    picture.text(
+        736, 28, "a part may import the core; the core imports no part", size=12, fill=MUTED, anchor="end"
+    )
+    for number, (folder, lines) in enumerate(PARTS):
+        x = 24 + number * 144
+        picture.box(x, 38, 136, 68, "white", stroke=COLOURS[3])
+        picture.text(x + 12, 59, folder, bold=True)
+        for line, words in enumerate(lines):
+            picture.text(x + 12, 78 + 16 * line, words, size=12, fill=MUTED)
+        picture.line(x + 68, 107, x + 68, 136, arrow=True)
+    picture.box(12, 138, 736, 500, INK, opacity=0.03, stroke=LINE)
+    picture.text(24, 164, "The core, _src", bold=True)
     for column, (_, name, colour) in enumerate(paths):
-        picture.text(left + 40 + 80 * column, 28, name, anchor="middle", bold=True, fill=colour)
-    for number, (folders, words, touched) in enumerate(rows):
-        y = top + number * (height + 4)
-        picture.box(24, y, 712, height, "white", stroke=LINE)
-        picture.text(38, y + 22, folders, bold=True)
-        picture.text(left - 6, y + 22, words, size=12, fill=MUTED, anchor="end")
+        picture.text(left + 40 + 80 * column, 164, name, anchor="middle", bold=True, fill=colour)
+    tops = [top + number * (height + 4) + (14 if number else 0) for number in range(len(CORE))]
+    for number, ((folders, words, touched), y) in enumerate(zip(CORE, tops, strict=True)):
+        picture.box(24, y, 712, height, "white", stroke=LINE if number else COLOURS[3], dashed=not number)
+        picture.text(38, y + 20, folders, bold=True)
+        picture.text(left - 6, y + 20, words, size=12, fill=MUTED, anchor="end")
         for column, (mark, _, colour) in enumerate(paths):
             if mark in touched:
-                picture.box(left + 34 + 80 * column, y + 11, 12, 12, colour, radius=6)
+                picture.box(left + 34 + 80 * column, y + 9, 12, 12, colour, radius=6)
+    picture.text(left + 34, tops[0] + 20, "no file imports it", size=12, fill=MUTED)
+    for x in (120, 180, 240):  # the layers report events
+        picture.line(x, tops[1] - 1, x, tops[0] + height + 2, arrow=True, dashed=True)
     for column, (mark, _, _colour) in enumerate(paths):
-        passed = [number for number, (_, _, touched) in enumerate(rows) if mark in touched]
+        passed = [y for (_, _, touched), y in zip(CORE, tops, strict=True) if mark in touched]
         x = left + 40 + 80 * column
         for above, below in itertools.pairwise(passed):
-            picture.line(x, top + above * (height + 4) + 24, x, top + below * (height + 4) + 10, arrow=True)
+            picture.line(x, above + 22, x, below + 8, arrow=True)
     picture.save("layers.svg")
 
 

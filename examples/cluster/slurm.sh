@@ -21,7 +21,7 @@ export PYTHONUNBUFFERED=1
 max_restarts=3
 say() { echo "replicax: $*"; }
 ask() { squeue --noheader --jobs="$SLURM_JOB_ID" --format="$1"; }
-newest() { python3 -m replicax._src.cli.newest_checkpoint "$REPLICAX_CHECKPOINT_DIR" || echo -1; }  # -1: there is none
+newest() { python3 -m replicax._launch.newest_checkpoint "$REPLICAX_CHECKPOINT_DIR" || echo -1; }  # -1: there is none
 
 # Slurm keeps these with the job, as its comment: the restarts that counted, and those without a requeue.
 read -r mark counted here <<<"$(ask %k)"

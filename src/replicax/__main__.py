@@ -1,88 +1,19 @@
 """The command ``replicax``, also ``python -m replicax``."""
 
-from replicax._src.cli.standard_streams import (
-    INTERRUPTED_EXIT_CODE,
-    EndingAtInterrupt,
-    exit_code_of_output,
-    open_closed_streams,
-)
+import sys
+from collections.abc import Sequence
 
-with EndingAtInterrupt():
-    import argparse
-    import re
-    import sys
-    from collections.abc import Sequence
-
-    from replicax._src.cli import doctor, export, launch, migrate, mpi_collectives, plan, run, server, top
-    from replicax._src.cli.arguments import did_you_mean
-    from replicax._src.version import __version__
-
-# Each has ``add_parser(subparsers)``, whose parser has the defaults ``run``, a function from options to the exit code,
-# and ``parser``, itself.
-COMMANDS = (launch, run, server, top, plan, export, migrate, mpi_collectives, doctor)
-
-# What launchers of other libraries are called.
-_OTHERS_NAMES = {
-    "start": ". To run a script in several processes: replicax launch --workers 2 train.py; in one: python train.py"
-}
-
-_SUMMARY = f"""\
-replicax {__version__}: tf.distribute's programming model for JAX and Keras 3.
-
-  replicax doctor --test                     check this machine: versions, devices, one real training step
-  replicax launch --workers 2 train.py       run train.py in two processes on this machine
-  replicax run train.py                      run train.py as one task of a cluster, under srun, mpirun or torchrun
-  replicax plan train.py --topology v5e:4x4  tell whether train.py fits hardware that is not here, and how fast it can be
-  replicax export training --to FILE         write a checkpoint to safetensors, to files of Keras, or for orbax
-  replicax migrate train_tf.py               show what a TensorFlow program becomes
-  replicax mpi-collectives build             compile the library through which JAX reaches MPI
-  replicax top                               watch the processes of a job
-  replicax server                            run a worker or a parameter server
-
-`replicax COMMAND --help` describes a command and its options.
-"""
+from replicax._src.hooks import hook
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command that ``arguments`` name, those of this process by default; returns the exit code: 130 after a
-    Ctrl-C that the command does not handle itself, 141 if nobody reads standard output, 1 if its disk is full.
+    """Runs the command that ``arguments`` name, those of this process by default; returns the exit code.
+
+    Raises:
+      MissingPartError: The checkout lacks the command line.
     """
-    open_closed_streams()
-    try:
-        code = _run(arguments)
-        sys.stdout.flush()
-        return code
-    except KeyboardInterrupt:
-        return INTERRUPTED_EXIT_CODE
-    except OSError as error:
-        code = exit_code_of_output(error)
-        if code is None:
-            raise
-        return code
-
-
-def _run(arguments: Sequence[str] | None) -> int:
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if not given:
-        print(_SUMMARY, end="")
-        return 0
-    parser = argparse.ArgumentParser(
-        prog="replicax",
-        description="tf.distribute's programming model for JAX and Keras 3.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--version", action="version", version=f"replicax {__version__}")
-    subparsers = parser.add_subparsers(title="commands", required=True, metavar="command")
-    for command in COMMANDS:
-        command.add_parser(subparsers)
-    if not given[0].startswith("-") and given[0] not in subparsers.choices:
-        hint = _OTHERS_NAMES.get(given[0]) or did_you_mean(given[0], subparsers.choices)
-        parser.error(f"there is no command {given[0]!r}{hint}")
-    options, unknown = parser.parse_known_args(given)
-    if unknown:
-        known = re.findall(r"(?<![\w-])--?[a-z][\w-]*", options.parser.format_help())
-        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}{did_you_mean(unknown[0], known)}")
-    return options.run(options)
+    code: int = hook("command_line").main(arguments)
+    return code
 
 
 if __name__ == "__main__":

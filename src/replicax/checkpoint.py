@@ -7,17 +7,18 @@ from replicax._src.checkpoint.errors import (
     CheckpointNotFoundError,
     CheckpointWriteError,
     CorruptCheckpointError,
+    NoBoundaryError,
     UnmatchedCheckpointError,
     UnsharedDirectoryError,
     UntrackableError,
 )
 from replicax._src.checkpoint.export import export, export_weights
+from replicax._src.checkpoint.load_status import LoadStatus
 from replicax._src.checkpoint.loading import load_safetensors
 from replicax._src.checkpoint.polling import checkpoints_iterator
 from replicax._src.checkpoint.reader import CheckpointReader, list_variables, load_checkpoint, load_variable
-from replicax._src.checkpoint.status import LoadStatus
 from replicax._src.checkpoint.trees import HostRandomState
-from replicax._src.public_names import publish_all
+from replicax._src.user.public_names import publish_all
 
 __all__ = [
     "CheckpointError",
@@ -28,6 +29,7 @@ __all__ = [
     "CorruptCheckpointError",
     "HostRandomState",
     "LoadStatus",
+    "NoBoundaryError",
     "UnmatchedCheckpointError",
     "UnsharedDirectoryError",
     "UntrackableError",

@@ -13,7 +13,7 @@ from replicax._src.cluster.spec import UNKNOWN_ADDRESS, ClusterDef, ClusterSpec,
 from replicax._src.cluster.tf_config import TFConfigClusterResolver
 from replicax._src.cluster.torchrun import TorchrunClusterResolver
 from replicax._src.cluster.tpu import TPUClusterResolver
-from replicax._src.public_names import publish_all
+from replicax._src.user.public_names import publish_all
 
 __all__ = [
     "UNKNOWN_ADDRESS",

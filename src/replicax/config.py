@@ -1,10 +1,10 @@
 """Settings of this process: ``rx.config``."""
 
 from replicax._src.devices.device_names import LogicalDevice, PhysicalDevice
+from replicax._src.devices.jax_backend import set_local_devices
 from replicax._src.devices.listing import list_logical_devices, list_physical_devices
-from replicax._src.devices.topology import set_local_devices
-from replicax._src.public_names import publish_all
 from replicax._src.strategies.tpu_system import connect_to_cluster as experimental_connect_to_cluster
+from replicax._src.user.public_names import publish_all
 
 __all__ = [
     "LogicalDevice",

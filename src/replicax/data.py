@@ -8,9 +8,9 @@ from replicax._src.input.files.constructors import (
     from_text_lines,
     from_tfrecords,
 )
-from replicax._src.input.files.dataset import FileDataset
+from replicax._src.input.files.file_dataset import FileDataset
 from replicax._src.input.pipeline import SHARD_HINT, ArrayDataset, Dataset, from_arrays
-from replicax._src.public_names import publish_all
+from replicax._src.user.public_names import publish_all
 
 __all__ = [
     "SHARD_HINT",

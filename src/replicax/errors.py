@@ -9,6 +9,7 @@ from replicax._src.checkpoint.errors import (
     CheckpointNotFoundError,
     CheckpointWriteError,
     CorruptCheckpointError,
+    NoBoundaryError,
     UnmatchedCheckpointError,
     UnsharedDirectoryError,
     UntrackableError,
@@ -27,11 +28,32 @@ from replicax._src.cluster.failures import (
     ClusterStartError,
     PeerFailureError,
     ProgramMismatchError,
+    StateLostError,
+    StateMismatchError,
 )
 from replicax._src.cluster.processes import ProcessStartError, ProcessTimeoutError
 from replicax._src.devices.autoshard import NotEnoughFilesError
-from replicax._src.errors import (
+from replicax._src.input.agreed_steps import WorkersDifferError
+from replicax._src.input.arrays import InconsistentRowsError, UnsupportedElementError
+from replicax._src.input.dataset import ClosedIteratorError, EmptyOptionalError, OutOfRangeError
+from replicax._src.input.elements import (
+    DatasetLengthError,
+    EmptyDatasetError,
+    NotResumableError,
+    OneShotSourceError,
+)
+from replicax._src.input.files.columns import ColumnError
+from replicax._src.input.files.formats import UnreadableFileError
+from replicax._src.input.files.paths import MissingFileError
+from replicax._src.input.opening import UnsupportedSourceError
+from replicax._src.input.sources import UnbatchedDatasetError
+from replicax._src.user.public_names import publish_all
+from replicax._src.values.narrowing import NarrowingError
+from replicax._src.vocabulary.errors import (
     BackendStartedError,
+    CancelledError,
+    ClosureAbortedError,
+    ClosureInputError,
     ContextError,
     CrossReplicaContextError,
     DeviceError,
@@ -46,7 +68,9 @@ from replicax._src.errors import (
     KerasScopeError,
     KerasVersionError,
     LabelError,
+    MessageError,
     MissingExtraError,
+    MissingPartError,
     MixedStrategiesError,
     NotFiniteError,
     OneDeviceDifferenceError,
@@ -54,50 +78,28 @@ from replicax._src.errors import (
     PlanError,
     ReducedLossError,
     ReductionError,
+    RemoteError,
     ReplicaContextError,
     ReplicaxError,
     ScopeNestingError,
+    SnapshotError,
+    StaleCoordinatorError,
     StructureError,
     SummaryError,
     TapeError,
+    TaskFailedError,
     TopologyError,
     TracedConditionError,
     TraceError,
     TransformationError,
-    UnknownAxisError,
-    UnsupportedError,
-    VariableError,
-)
-from replicax._src.input.agreed import WorkersDifferError
-from replicax._src.input.arrays import InconsistentRowsError, UnsupportedElementError
-from replicax._src.input.dataset import ClosedIteratorError, EmptyOptionalError, OutOfRangeError
-from replicax._src.input.elements import (
-    DatasetLengthError,
-    EmptyDatasetError,
-    NotResumableError,
-    OneShotSourceError,
-)
-from replicax._src.input.files.columns import ColumnError
-from replicax._src.input.files.formats import UnreadableFileError
-from replicax._src.input.files.paths import MissingFileError
-from replicax._src.input.opening import UnsupportedSourceError
-from replicax._src.input.sources import UnbatchedDatasetError
-from replicax._src.narrowing import NarrowingError
-from replicax._src.parameter_servers.errors import (
-    CancelledError,
-    ClosureAbortedError,
-    ClosureInputError,
-    MessageError,
-    RemoteError,
-    SnapshotError,
-    StaleCoordinatorError,
     UnauthenticatedError,
     UnavailableError,
+    UnknownAxisError,
     UnknownProgramError,
+    UnsupportedError,
+    VariableError,
     WaitTimeoutError,
 )
-from replicax._src.public_names import publish_all
-from replicax._src.testing.tasks import TaskFailedError
 
 __all__ = [
     "AddressError",
@@ -139,8 +141,10 @@ __all__ = [
     "MessageError",
     "MissingExtraError",
     "MissingFileError",
+    "MissingPartError",
     "MixedStrategiesError",
     "NarrowingError",
+    "NoBoundaryError",
     "NotEnoughFilesError",
     "NotFiniteError",
     "NotResumableError",
@@ -162,6 +166,8 @@ __all__ = [
     "ScopeNestingError",
     "SnapshotError",
     "StaleCoordinatorError",
+    "StateLostError",
+    "StateMismatchError",
     "StructureError",
     "SummaryError",
     "TapeError",

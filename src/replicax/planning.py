@@ -1,7 +1,7 @@
-"""What ``strategy.plan`` returns: ``rx.planning``."""
+"""The result of ``strategy.plan``: ``rx.planning``."""
 
-from replicax._src.plan.plan import Bound, Memory, Plan, PlannedArray
-from replicax._src.public_names import publish_all
+from replicax._src.devices.plan import Bound, Memory, Plan, PlannedArray
+from replicax._src.user.public_names import publish_all
 
 __all__ = ["Bound", "Memory", "Plan", "PlannedArray"]
 

@@ -1,7 +1,9 @@
 """Arrays in chunks and files: every element is written once, by one process, and is read and verified by any."""
 
+import gc
 import itertools
 import math
+import weakref
 import zlib
 
 import hypothesis
@@ -9,10 +11,11 @@ import hypothesis.strategies as st
 import ml_dtypes
 import numpy as np
 import pytest
+import tensorstore
 
-from replicax._src.checkpoint import array_files, chunks
+from replicax._src.checkpoint import array_chunks, array_files
+from replicax._src.checkpoint.array_chunks import Cut, chunk_shapes, part_at, writers_of
 from replicax._src.checkpoint.array_files import ArrayReader, Piece, write_metadata, write_pieces
-from replicax._src.checkpoint.chunks import Cut, chunk_shapes, part_at, writers_of
 from replicax._src.checkpoint.contents import StoredArray, WrittenFiles
 from replicax._src.checkpoint.errors import CorruptCheckpointError
 
@@ -24,8 +27,8 @@ DTYPES = ["bool", "int4", "uint4", "int8", "int64", "float16", "bfloat16", "floa
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", 64)
-    monkeypatch.setattr(chunks, "FILE_BYTES", 512)
+    monkeypatch.setattr(array_chunks, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(array_chunks, "FILE_BYTES", 512)
 
 
 @st.composite
@@ -79,7 +82,7 @@ def test_processes_take_turns_at_what_all_hold():
         for position, origin in enumerate(named[key].files):
             writer = writers[position if len(writers) > 1 else 0]
             num_bytes[writer] += named[key].bytes_of(origin)
-    assert max(num_bytes) - min(num_bytes) <= chunks.FILE_BYTES
+    assert max(num_bytes) - min(num_bytes) <= array_chunks.FILE_BYTES
 
 
 def stored_as(cut, dtype):
@@ -157,8 +160,8 @@ def num_read():
 
 
 def test_devices_that_share_chunks_read_them_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", 1 << 18)
-    monkeypatch.setattr(chunks, "FILE_BYTES", 1 << 20)
+    monkeypatch.setattr(array_chunks, "CHUNK_BYTES", 1 << 18)
+    monkeypatch.setattr(array_chunks, "FILE_BYTES", 1 << 20)
     cut = Cut((1024, 512), 4, (512, 512), {}, *chunk_shapes((1024, 512), (512, 512), 4))
     value = np.random.default_rng(0).random(cut.shape, np.float32)
     reader = save(tmp_path, cut, value, "float32")
@@ -195,8 +198,8 @@ def test_file_of_another_save_or_place_is_found_by_those_who_read_it(cut, data, 
 
 
 def test_reading_a_part_costs_what_the_part_needs(tmp_path, monkeypatch):
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", 1 << 16)
-    monkeypatch.setattr(chunks, "FILE_BYTES", 1 << 20)
+    monkeypatch.setattr(array_chunks, "CHUNK_BYTES", 1 << 16)
+    monkeypatch.setattr(array_chunks, "FILE_BYTES", 1 << 20)
     cut = Cut((4096, 256), 4, (2048, 256), {}, *chunk_shapes((4096, 256), (2048, 256), 4))
     assert cut.chunk != cut.file
     value = np.random.default_rng(0).random(cut.shape, np.float32)
@@ -233,3 +236,26 @@ def test_only_some_files_are_in_flight(tmp_path, monkeypatch):
     write_pieces(str(tmp_path), {"a": stored_as(cut, "float32")}, pieces())
     assert len(ahead) > 20
     assert max(ahead) <= 3
+
+
+def test_all_reads_and_writes_use_the_same_threads(tmp_path, monkeypatch):
+    made, make = [], tensorstore.Context
+
+    def recorded(*args, **options):
+        made.append(make(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(tensorstore, "Context", recorded)
+    cut = Cut((8, 4), 4, (8, 4), {}, *chunk_shapes((8, 4), (8, 4), 4))
+    for number in range(2):
+        assert save(tmp_path / f"{number}", cut, filled((8, 4), "float32"), "float32").read().shape == (8, 4)
+    pools = {tuple(one[name] for name in array_files._LIMITS) for one in made}
+    assert len(pools) == 1
+    assert pools == {tuple(array_files._threads()[name] for name in array_files._LIMITS)}
+
+
+def test_threads_of_reads_and_writes_are_never_freed():
+    """A thread of tensorstore may still use its pool when the last read has ended."""
+    threads = weakref.ref(array_files._threads.__wrapped__())
+    gc.collect()
+    assert threads() is not None

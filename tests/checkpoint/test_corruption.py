@@ -11,7 +11,7 @@ import pytest
 
 import replicax as rx
 from checks import message
-from replicax._src.checkpoint import chunks
+from replicax._src.checkpoint import array_chunks
 from replicax.checkpoint import CheckpointNotFoundError, CorruptCheckpointError
 
 
@@ -54,7 +54,7 @@ def two_checkpoints(tmp_path_factory):
     directory = tmp_path_factory.mktemp("two")
     checkpoint = tracked(1.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunks, "CHUNK_BYTES", 2000)  # so that the file of w has an index of chunks
+        patch.setattr(array_chunks, "CHUNK_BYTES", 2000)  # so that the file of w has an index of chunks
         manager = rx.CheckpointManager(checkpoint, directory, asynchronous=False)
         manager.save()
         checkpoint.w.assign(np.full(1000, 2.0))
@@ -123,8 +123,8 @@ def two_of_several_files(tmp_path_factory):
     """Two saves of an array in two files of four chunks each, and of components in a file each."""
     directory = tmp_path_factory.mktemp("several")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunks, "CHUNK_BYTES", 500)
-        patch.setattr(chunks, "FILE_BYTES", 2000)
+        patch.setattr(array_chunks, "CHUNK_BYTES", 500)
+        patch.setattr(array_chunks, "FILE_BYTES", 2000)
         strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
         checkpoint = tracked(1.0, strategy)
         manager = rx.CheckpointManager(checkpoint, directory, asynchronous=False)

@@ -24,7 +24,7 @@ from checks import message
 from replicax._src.checkpoint import writing
 from replicax._src.checkpoint.contents import Contents
 from replicax._src.checkpoint.directory import records_in
-from replicax._src.checkpoint.retention import Record, Retention
+from replicax._src.checkpoint.retention import CheckpointRecord, Retention
 from replicax._src.checkpoint.saved import SavedCheckpoint
 from replicax.checkpoint import (
     CheckpointMismatchError,
@@ -52,7 +52,7 @@ def checkpoint():
 
 def record(order, metric=None, time_s=0.0):
     metrics = None if metric is None else {"m": metric}
-    return Record(f"ckpt-{order}", Contents((), {}, {}, "", (), order, time_s or order, metrics))
+    return CheckpointRecord(f"ckpt-{order}", Contents((), {}, {}, "", (), order, time_s or order, metrics))
 
 
 @hypothesis.given(
@@ -63,7 +63,7 @@ def record(order, metric=None, time_s=0.0):
 )
 def test_newest_and_best_are_kept_by_either_rule(metrics, max_to_keep, keep_best, mode):
     rule = Retention(max_to_keep, keep_best, lambda m: m["m"], mode)
-    records: list[Record] = []
+    records: list[CheckpointRecord] = []
     seen = []
     for order, metric in enumerate(metrics):
         seen.append(record(order, metric))

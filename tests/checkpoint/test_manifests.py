@@ -14,7 +14,7 @@ import pytest
 
 import replicax as rx
 from checks import message
-from replicax._src.checkpoint import chunks
+from replicax._src.checkpoint import array_chunks
 from replicax.checkpoint import CheckpointError, CorruptCheckpointError
 
 OF_FORMAT_4 = Path(__file__).parent / "of_format_4" / "ckpt-1"
@@ -50,8 +50,8 @@ def checkpoints(tmp_path_factory):
     """A checkpoint of this version, and one of an earlier version."""
     directory = tmp_path_factory.mktemp("manifests")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunks, "CHUNK_BYTES", 512)
-        patch.setattr(chunks, "FILE_BYTES", 2048)
+        patch.setattr(array_chunks, "CHUNK_BYTES", 512)
+        patch.setattr(array_chunks, "FILE_BYTES", 2048)
         new = tracked().write(directory / "new-1")
     return [Path(new), Path(shutil.copytree(OF_FORMAT_4, directory / "old-1"))]
 

@@ -2,25 +2,26 @@
 
 import contextlib
 import errno
+import json
 import logging
 import re
 import socket
 import threading
 import time
+import types
 
 import pytest
 
 from checks import message, needs_ipv6
-from replicax._src.cli.status import read_status
 from replicax._src.cluster import channel as channel_module
 from replicax._src.cluster import start
 from replicax._src.cluster.channel import Channel
-from replicax._src.cluster.controller import Controller
-from replicax._src.cluster.frames import ask, connect, receive, send
-from replicax._src.cluster.layout import free_ports
+from replicax._src.cluster.control_messages import ask, connect, receive, send
+from replicax._src.cluster.controller_process import ControllerServer
+from replicax._src.cluster.machine_layout import free_ports
 from replicax._src.cluster.membership import Membership
-from replicax._src.cluster.service import ControllerServer
 from replicax._src.cluster.spec import ClusterSpec, Task, split_address
+from replicax._src.control.controller import Controller
 from replicax._src.wire.errors import ForeignPeerError, TokenError
 from replicax._src.wire.frames import Kind
 from replicax._src.wire.security import Security
@@ -31,6 +32,11 @@ pytestmark = pytest.mark.timeout(180)
 PATIENCE_S = 60  # more than a machine needs that is busy with something else
 SECURITY = Security(b"secret")
 NAMES = ["worker 0", "worker 1", "worker 2"]
+
+
+def read_status(path):
+    """What a task tells the launcher."""
+    return types.SimpleNamespace(**json.loads(path.read_text()))
 
 
 def member(address, number, names=NAMES):
@@ -132,7 +138,7 @@ def test_task_that_reports_an_error_has_begun_to_end(monkeypatch, tmp_path):
     path = tmp_path / "status.json"
     monkeypatch.setenv("REPLICAX_STATUS_FILE", str(path))
     with serving(NAMES[:1]) as address, channels(address, NAMES[:1]) as (channel,):
-        channel.tell_error("ValueError")
+        channel.report_error("ValueError")
         left_at = read_status(path).left_at
         assert left_at <= time.monotonic()
     assert read_status(path).left_at == left_at
@@ -147,7 +153,7 @@ def test_task_that_ends_after_anothers_failure_reports_no_time(monkeypatch, tmp_
         first = Channel(member(address, 0, NAMES[:2]), SECURITY)
         for channel in (first, second):
             channel.connect(time.monotonic() + PATIENCE_S)
-        second.tell_error("ValueError: my own")
+        second.report_error("ValueError: my own")
         assert first.wait_for_failure(PATIENCE_S) is not None
         first._write_status()
         for channel in (first, second):
@@ -174,7 +180,7 @@ def test_dead_member_is_named_to_waiting_and_other_members():
 
 def test_error_of_another_task_is_shown():
     with serving() as address, channels(address) as (first, second, _):
-        second.tell_error("Traceback\n  line 3\nValueError: my own")
+        second.report_error("Traceback\n  line 3\nValueError: my own")
         assert first.wait_for_failure(PATIENCE_S) is not None
         message(PeerFailureError, first.check, "worker 1 raised an error", "    ValueError: my own")
 
@@ -210,9 +216,9 @@ def test_member_that_left_is_no_failure_until_it_is_needed():
 def test_member_that_left_is_not_needed_for_programs_it_has_run():
     """Some such programs need not wait: they read variables whose shards all lie in one process."""
     with serving() as address, channels(address) as (first, second, third):
-        unblocked = []
-        for channel in (first, third):
-            channel.on_failure = lambda failure, channel=channel: unblocked.append(channel)
+        unblocked = {channel: threading.Event() for channel in (first, third)}
+        for channel, event in unblocked.items():
+            channel.on_failure = lambda failure, event=event: event.set()
         first.begin(3, "#0 read")
         third.begin(6, "#0 read")
         for position in (3, 4, 5):
@@ -231,8 +237,8 @@ def test_member_that_left_is_not_needed_for_programs_it_has_run():
         message(PeerFailureError, lambda: first.check(6), *says)
         message(PeerFailureError, lambda: first.begin(6, "#0 read"), *says)
         message(PeerFailureError, lambda: first.gather("k", 1, PATIENCE_S, what="to test"), *says)
-        first._thread.join(0.1)
-        assert unblocked == [third]  # which was in a program that it would have waited in
+        assert unblocked[third].wait(PATIENCE_S)  # it was in a program that it would have waited in
+        assert not unblocked[first].wait(0.1)
 
 
 def test_member_that_left_is_needed_for_an_unfinished_program():
@@ -256,7 +262,7 @@ def test_member_that_left_early_or_died_is_needed_for_more_programs():
         second.leave()
         until_failed(first)
         first.check(5)
-        third.tell_error("ValueError: x")
+        third.report_error("ValueError: x")
         third.leave()
         until = time.monotonic() + PATIENCE_S
         while "raised" not in str(first.failure) and time.monotonic() < until:
@@ -604,10 +610,14 @@ def test_invalid_message_of_the_controller_is_a_failure_and_no_endless_wait(said
 
 
 @pytest.mark.parametrize("token", [b"", b"another"])
-def test_joining_and_ending_a_job_need_the_token(token):
+def test_joining_and_ending_a_job_need_the_token(token, monkeypatch):
+    monkeypatch.setattr(channel_module, "EARLIER_RUN_S", -1.0)  # none is waited for
     with serving(NAMES[:2]) as address:
-        stranger = Channel(member(address, 1, NAMES[:2]), Security(token))
-        message(ClusterStartError, lambda: stranger.connect(time.monotonic() + 1.0), "REPLICAX_TOKEN")
+        stranger, soon = (
+            Channel(member(address, 1, NAMES[:2]), Security(token)),
+            time.monotonic() + PATIENCE_S,
+        )
+        message(ClusterStartError, lambda: stranger.connect(soon), "REPLICAX_TOKEN")
         cluster = member(address, 0, NAMES[:2]).described
         failed = {"kind": "failed", "member": 1, "cluster": cluster, "text": "no"}
         with pytest.raises(TokenError):
@@ -638,6 +648,22 @@ def test_reserved_port_is_only_for_processes_that_share_it():
             socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S).close()
             server.settimeout(PATIENCE_S)
             server.accept()[0].close()
+
+
+def test_last_attempt_that_is_cut_short_does_not_hide_a_wrong_token(monkeypatch):
+    spec = ClusterSpec({"worker": ["127.0.0.1:1", "127.0.0.1:2"]})
+    channel = Channel(Membership(spec, Task("worker", 1)), Security(b"another"))
+    answers = iter([TokenError("a wrong token")])
+
+    def joined(deadline):
+        for error in answers:
+            raise error
+        time.sleep(max(0.0, deadline - time.monotonic()))
+        raise TimeoutError("the deadline has passed")
+
+    monkeypatch.setattr(channel, "_joined", joined)
+    with pytest.raises(ClusterStartError, match="REPLICAX_TOKEN"):
+        channel.connect(time.monotonic() + 0.5)
 
 
 # --- messages ------------------------------------------------------------------------------------------

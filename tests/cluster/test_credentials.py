@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from checks import message
-from replicax._src import file_access
 from replicax._src.cluster.credentials import Credentials, is_loopback, random_token
+from replicax._src.untrusted import file_access
 from replicax.errors import ClusterEnvironmentError, InvalidArgumentError
 
 
@@ -19,29 +19,31 @@ def pem(tmp_path):
 
 
 def test_nothing_in_the_environment_is_no_credentials():
-    assert Credentials.of_environment({"PATH": "/bin"}) == Credentials()
+    assert Credentials.from_environment({"PATH": "/bin"}) == Credentials()
 
 
 def test_a_token_of_the_environment():
-    assert Credentials.of_environment({"REPLICAX_TOKEN": "secret"}).token == "secret"
+    assert Credentials.from_environment({"REPLICAX_TOKEN": "secret"}).token == "secret"
 
 
 def test_a_token_of_a_file(tmp_path):
     (tmp_path / "token").write_text("secret\n")
     (tmp_path / "token").chmod(0o600)
-    assert Credentials.of_environment({"REPLICAX_TOKEN_FILE": str(tmp_path / "token")}).token == "secret"
+    assert Credentials.from_environment({"REPLICAX_TOKEN_FILE": str(tmp_path / "token")}).token == "secret"
 
 
 def test_certificates_of_the_environment(pem):
     environ = {"REPLICAX_TLS_CA": pem, "REPLICAX_TLS_CERTIFICATE": pem, "REPLICAX_TLS_KEY": pem}
-    credentials = Credentials.of_environment(environ)
+    credentials = Credentials.from_environment(environ)
     assert credentials == Credentials(ca_file=pem, certificate_file=pem, key_file=pem)
     assert credentials.is_mutual
     assert credentials.uses_tls
 
 
 def refused_environment(environ, *says):
-    message(ClusterEnvironmentError, lambda: Credentials.of_environment(environ), *says, "in the environment")
+    message(
+        ClusterEnvironmentError, lambda: Credentials.from_environment(environ), *says, "in the environment"
+    )
 
 
 def test_invalid_environments(tmp_path, pem):
@@ -94,7 +96,7 @@ def test_secret_that_all_users_may_read_is_one_warning(tmp_path, pem, caplog):
         path.write_text("-----BEGIN CERTIFICATE-----\n")
         path.chmod(0o644)
         for _ in range(2):
-            Credentials.of_environment(environment_with(name, path, pem))
+            Credentials.from_environment(environment_with(name, path, pem))
     warnings = [
         record.getMessage() for record in caplog.records if str(tmp_path / "REPL") in record.getMessage()
     ]
@@ -104,7 +106,7 @@ def test_secret_that_all_users_may_read_is_one_warning(tmp_path, pem, caplog):
 
 def test_the_error_does_not_tell_the_token():
     text = message(
-        ClusterEnvironmentError, lambda: Credentials.of_environment({"REPLICAX_TOKEN": "sec\tret"}), "ASCII"
+        ClusterEnvironmentError, lambda: Credentials.from_environment({"REPLICAX_TOKEN": "sec\tret"}), "ASCII"
     )
     assert "sec" not in text.replace("secrets", "")
 

@@ -6,8 +6,8 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from replicax._src.cluster import frames
-from replicax._src.cluster.controller import Controller
+from replicax._src.cluster import control_messages
+from replicax._src.control.controller import Controller
 from replicax._src.wire.errors import ForeignPeerError
 
 
@@ -22,7 +22,7 @@ class Received:
 
 
 def received(text):
-    return frames.receive(Received(text), 0.0)
+    return control_messages.receive(Received(text), 0.0)
 
 
 @pytest.mark.parametrize(

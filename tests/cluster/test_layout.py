@@ -6,16 +6,22 @@ import socket
 import pytest
 
 from checks import message
-from replicax._src.cluster import layout
+from replicax._src.cluster import machine_layout
 from replicax._src.cluster.errors import ClusterEnvironmentError, ClusterError
-from replicax._src.cluster.layout import Layout, device_environment, free_ports, server_environment, tf_config
+from replicax._src.cluster.machine_layout import (
+    ClusterLayout,
+    device_environment,
+    free_ports,
+    server_environment,
+    tf_config,
+)
 from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.routes import routed_address
 from replicax._src.cluster.spec import ClusterSpec, Task
 
 
 def test_tasks_and_their_configurations():
-    everybody = Layout(2, chief=True, num_ps=1, evaluator=True)
+    everybody = ClusterLayout(2, chief=True, num_ps=1, evaluator=True)
     assert [str(task) for task in everybody.tasks] == [
         "chief 0",
         "worker 0",
@@ -36,9 +42,9 @@ def test_tasks_and_their_configurations():
 
 
 def test_layouts_that_make_no_sense():
-    message(ClusterError, lambda: Layout(0), "at least one worker, or a chief")
-    message(ClusterError, lambda: Layout(-1), "-1 workers", "at least 0")
-    message(ClusterError, lambda: Layout(1, num_ps=-2), "-2 parameter servers")
+    message(ClusterError, lambda: ClusterLayout(0), "at least one worker, or a chief")
+    message(ClusterError, lambda: ClusterLayout(-1), "-1 workers", "at least 0")
+    message(ClusterError, lambda: ClusterLayout(1, num_ps=-2), "-2 parameter servers")
 
 
 def test_ports_are_different_and_free():
@@ -54,7 +60,7 @@ def system_gives(monkeypatch, tmp_path, text):
     file = tmp_path / "ip_local_port_range"
     if text is not None:
         file.write_text(text)
-    monkeypatch.setattr(layout, "_PORT_RANGE_FILE", file)
+    monkeypatch.setattr(machine_layout, "_PORT_RANGE_FILE", file)
 
 
 @pytest.mark.parametrize("given", ["15000\t60000\n", "18000\t65535\n", "32768\t60999\n"])
@@ -68,7 +74,7 @@ def test_ports_are_outside_the_ephemeral_range(monkeypatch, tmp_path, given):
 @pytest.mark.parametrize("given", [None, "not numbers", "1024\t65000\n"])
 def test_system_chooses_ports_if_its_range_is_unknown_or_nearly_everything(monkeypatch, tmp_path, given):
     system_gives(monkeypatch, tmp_path, given)
-    assert set(layout._static_ports()) == {0}
+    assert set(machine_layout._static_ports()) == {0}
     assert len(set(free_ports(50))) == 50
 
 
@@ -76,7 +82,7 @@ def test_ports_in_use_are_left_out(monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-        monkeypatch.setattr(layout, "_static_ports", lambda: [port, 0])
+        monkeypatch.setattr(machine_layout, "_static_ports", lambda: [port, 0])
         assert free_ports(1) != [port]
 
 

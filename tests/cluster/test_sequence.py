@@ -8,6 +8,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
+from checks import examples
 from replicax.errors import PeerFailureError, ProgramMismatchError
 from simulated_tasks import Cluster, Dataset
 
@@ -69,7 +70,13 @@ def test_worker_that_ends_is_named_at_once(monkeypatch, call):
     assert waiting.error_at < SOON_S
 
 
-@pytest.mark.parametrize("call", NAME_IN_MESSAGES)
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param(name, marks=() if name in ("run", "fit", "save", "dataset") else pytest.mark.rest)
+        for name in NAME_IN_MESSAGES
+    ],
+)
 def test_late_worker_is_no_mismatch(monkeypatch, call):
     """It loads data for 50 s before the call, and for 300 s before the next one."""
 
@@ -207,7 +214,7 @@ def scripts_of(names, seed, num_workers=3):
     return [script] * num_workers
 
 
-@hypothesis.settings(max_examples=40, deadline=None)
+@examples(40, short=20)
 @hypothesis.given(st.lists(st.sampled_from(list(NAME_IN_MESSAGES)), max_size=25), st.integers(0, 10**6))
 def test_equal_sequences_are_never_a_mismatch(names, seed):
     with pytest.MonkeyPatch.context() as monkeypatch:

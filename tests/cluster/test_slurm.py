@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checks import message
+from checks import examples, message
 from replicax import errors
 from replicax._src.cluster.resolver import membership_of
 from replicax._src.cluster.slurm import expand_hostlist, expand_tasks_per_node
@@ -134,6 +134,7 @@ def parts_of_hostlists(draw):
     return f"{prefix}[{','.join(texts)}]{suffix}", hosts
 
 
+@examples(100, short=40)
 @given(st.lists(parts_of_hostlists(), min_size=1, max_size=4))
 def test_hostlists_expand_to_the_compressed_hosts(parts):
     assert expand_hostlist(",".join(text for text, _ in parts)) == [
@@ -190,6 +191,14 @@ def test_several_tasks_on_a_node(gpus, per_task, visible):
     }
     assert environ["CUDA_VISIBLE_DEVICES"] == visible
     assert found.num_accelerators() == {"GPU": per_task}
+
+
+@pytest.mark.parametrize("jobs", [{"ps": 2, "worker": 3}, {"worker": 3, "ps": 2}], ids=repr)
+def test_each_rank_is_the_task_at_its_address_however_the_jobs_are_written(jobs):
+    hosts = [f"{host}:{port}" for host, port in [("t02n13", 8888), ("t02n13", 8889), ("t02n41", 8888)]]
+    for rank, address in enumerate(hosts):
+        found = resolver({**FIVE, "SLURM_PROCID": str(rank)}, jobs=jobs)
+        assert found.cluster_spec().task_address(*found.get_task_info()) == address
 
 
 # --- where TensorFlow fails, or goes wrong ------------------------------------------------------------
@@ -255,6 +264,15 @@ def test_gpus_are_taken_from_those_that_are_visible():
         found.cluster_spec()
         assert environ["CUDA_VISIBLE_DEVICES"] == "6,7"
     assert found.num_accelerators() == {"GPU": 2}
+
+
+def test_tasks_of_each_node_share_its_gpus_from_the_first_on():
+    visible = []
+    for rank in range(5):
+        environ = {**FIVE, "SLURM_PROCID": str(rank), "CUDA_VISIBLE_DEVICES": "4,5,6,7"}
+        SlurmClusterResolver(environ=environ).cluster_spec()
+        visible.append(environ["CUDA_VISIBLE_DEVICES"])
+    assert visible == ["4,5", "6,7", "4,5", "6,7", "4,5"]
 
 
 def test_gpus_are_not_changed():

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import replicax as rx
 from checks import message
 from replicax import errors
 from replicax._src.cluster.spec import join_address, split_address
@@ -201,9 +200,3 @@ def test_a_cluster_def_has_jobs_and_tasks_in_order():
     )
     assert ClusterSpec(definition) == spec
     assert ClusterSpec({}).as_cluster_def().job == ()
-
-
-def test_a_server_takes_a_cluster_def():
-    definition = ClusterSpec({"ps": ["localhost:7"]}).as_cluster_def()
-    server = rx.Server(definition, start=False)
-    assert server.server_def.cluster == ClusterSpec({"ps": ["localhost:7"]})

@@ -15,7 +15,7 @@ import pytest
 from checks import message, needs_ipv6, path_of_programs
 from replicax._src.cluster import start
 from replicax._src.cluster.channel import Channel
-from replicax._src.cluster.layout import free_ports
+from replicax._src.cluster.machine_layout import free_ports
 from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.spec import ClusterSpec, Task, join_address, split_address
 from replicax._src.wire.security import Security
@@ -142,7 +142,7 @@ def test_task_that_gives_up_waiting_tells_the_others_which_task_has_not_come(tmp
     workers = [f"127.0.0.1:{port}" for port in free_ports(3)]
     started = []
     try:
-        for index, limit_s in ((1, 100), (0, 5)):
+        for index, limit_s in ((1, 100), (0, 10)):
             config = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}}
             environment = {
                 **os.environ,

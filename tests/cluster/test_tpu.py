@@ -1,10 +1,14 @@
 """The hosts of a TPU, and the mesh of virtual devices."""
 
+import subprocess
+import sys
+
 import jax
 import pytest
 
 import replicax as rx
 from checks import message
+from replicax._src.cluster import tpu
 from replicax._src.cluster.errors import ClusterEnvironmentError
 from replicax.cluster_resolver import ClusterSpec, SimpleClusterResolver, TPUClusterResolver
 from replicax.errors import DeviceError, InvalidArgumentError, UnsupportedError
@@ -12,17 +16,18 @@ from replicax.errors import DeviceError, InvalidArgumentError, UnsupportedError
 TWO_HOSTS = {"TPU_WORKER_HOSTNAMES": "10.0.0.1, 10.0.0.2", "TPU_WORKER_ID": "1"}
 
 
-@pytest.mark.parametrize("tpu", [None, "", "my-tpu"])
-def test_hosts_of_a_tpu(tpu):
-    resolver = TPUClusterResolver(tpu, environ=TWO_HOSTS)
+@pytest.mark.parametrize("name", [None, "", "my-tpu"])
+def test_hosts_of_a_tpu(name):
+    resolver = TPUClusterResolver(name, environ=TWO_HOSTS)
     assert resolver.cluster_spec() == ClusterSpec({"worker": ["10.0.0.1:20480", "10.0.0.2:20480"]})
     assert (resolver.task_type, resolver.task_id) == ("worker", 1)
     assert resolver.master() == "10.0.0.2:20480"
-    assert resolver.needs_tpu is bool(tpu)
+    assert resolver.needs_tpu is bool(name)
 
 
 @pytest.mark.parametrize("environ", [{}, {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}])
-def test_one_host_is_no_cluster(environ):
+def test_one_host_is_no_cluster(environ, monkeypatch):
+    monkeypatch.setattr(tpu, "has_tpu", lambda: not environ)
     resolver = TPUClusterResolver(environ=environ)
     assert resolver.cluster_spec() == ClusterSpec({})
     assert resolver.master() == ""
@@ -39,7 +44,7 @@ def test_the_port_and_addresses_can_be_chosen():
 
 
 @pytest.mark.parametrize(
-    ("tpu", "error", "says"),
+    ("name", "error", "says"),
     [
         ("grpc://10.0.0.1:8470", UnsupportedError, "on each host of the TPU"),
         (8, InvalidArgumentError, "got 8"),
@@ -48,8 +53,43 @@ def test_the_port_and_addresses_can_be_chosen():
         ("local:axb", InvalidArgumentError, "sizes in x and y"),
     ],
 )
-def test_no_tpu(tpu, error, says):
-    message(error, lambda: TPUClusterResolver(tpu, environ={}), says)
+def test_no_tpu(name, error, says):
+    message(error, lambda: TPUClusterResolver(name, environ={}), says)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        TPUClusterResolver,
+        lambda: TPUClusterResolver(tpu=""),
+        TPUClusterResolver.connect,
+        rx.tpu.experimental.initialize_tpu_system,
+        rx.TPUStrategy,
+        rx.experimental.TPUStrategy,
+    ],
+)
+def test_without_a_tpu_the_usual_fallback_runs_as_in_tensorflow(make):
+    says = "there is no TPU", "TPU_WORKER_HOSTNAMES", 'pip install "jax[tpu]"', "tpu='local'"
+    message(DeviceError, make, *says)
+    try:
+        strategy = make()
+    except ValueError:
+        strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    assert isinstance(strategy, rx.MirroredStrategy)
+
+
+@pytest.mark.timeout(120)
+def test_looking_for_a_tpu_does_not_start_the_backend():
+    code = (
+        "import replicax as rx\n"
+        "try:\n"
+        "    rx.cluster_resolver.TPUClusterResolver()\n"
+        "except ValueError:\n"
+        "    rx.config.set_local_devices(2)\n"
+        "print(rx.MirroredStrategy().num_replicas_in_sync)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "2\n", done.stderr
 
 
 def test_a_host_must_know_its_number():
@@ -65,7 +105,7 @@ def test_a_host_must_know_its_number():
 def test_virtual_devices_stand_for_cores():
     initialize = rx.tpu.experimental.initialize_tpu_system
     assert initialize(TPUClusterResolver("local")).mesh_shape.tolist() == [2, 2, 1, 2]
-    assert initialize().num_tpus_per_task == len(jax.devices()) == 8
+    assert initialize(TPUClusterResolver("local")).num_tpus_per_task == len(jax.devices()) == 8
     assert initialize(TPUClusterResolver("local:4x2")).mesh_shape.tolist() == [4, 2, 1, 1]
     assert initialize(TPUClusterResolver("local:1x2x4")).mesh_shape.tolist() == [1, 2, 4, 1]
     message(
@@ -101,8 +141,8 @@ def test_a_connected_resolver_has_the_devices_of_the_tpu(caplog):
 
 
 def test_the_leader_of_a_tpu():
-    assert TPUClusterResolver().get_coordination_service_leader() == "/job:worker/task:0"
-    assert TPUClusterResolver(job_name="tpu").get_coordination_service_leader() == "/job:tpu/task:0"
+    assert TPUClusterResolver("local").get_coordination_service_leader() == "/job:worker/task:0"
+    assert TPUClusterResolver("local", job_name="tpu").get_coordination_service_leader() == "/job:tpu/task:0"
 
 
 def test_set_tpu_topology_points_to_asking_jax():

@@ -1,6 +1,7 @@
 """Cross-device operations: all give the same numbers, and a user's own are used wherever values are reduced."""
 
 import functools
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 import replicax as rx
 from replicax import errors
+from replicax._src.collectives.in_replica import Packing
 
 DEVICES = ["cpu:0", "cpu:1", "cpu:2"]
 
@@ -79,6 +81,14 @@ def test_all_give_the_same_numbers(name):
         assert np.asarray(mean["x"].values[r]).tolist() == [0, 2, 4, 6]
         assert float(merged.values[r]) == 3
         assert np.asarray(slices.values[r]).tolist() == [[0] * 4, [0, 6, 12, 18]]
+
+
+@pytest.mark.parametrize("kind", [rx.NcclAllReduce, rx.HierarchicalCopyAllReduce])
+def test_num_packs_is_the_number_of_buffers(kind):
+    values = [jnp.float32(number) for number in range(9)]
+    communicator = SimpleNamespace(sum=lambda values, options: Packing(options.bytes_per_pack).packs(values))
+    packs = kind(num_packs=5).sum_in_replica(communicator, values, None)
+    assert list(map(len, packs)) == [2, 2, 2, 2, 1]
 
 
 @pytest.mark.parametrize("name", OPS)

@@ -14,10 +14,16 @@ from replicax._src.collectives.in_replica import Packing, packed_sum
 
 DEVICES = ["cpu:0", "cpu:1", "cpu:2"]
 KIB, MIB = 2**10, 2**20
-ONE_PROCESS = SimpleNamespace(is_cpu=True, peers=None, bytes_per_pack=0, num_logical_devices=1)
-SEVERAL_PROCESSES = SimpleNamespace(is_cpu=True, peers=object(), bytes_per_pack=0, num_logical_devices=1)
-GPUS = SimpleNamespace(is_cpu=False, peers=object(), bytes_per_pack=0, num_logical_devices=1)
-LOGICAL_DEVICES = SimpleNamespace(is_cpu=True, peers=None, bytes_per_pack=1024, num_logical_devices=2)
+ONE_PROCESS = SimpleNamespace(
+    is_cpu=True, peers=None, survivors=None, bytes_per_pack=0, num_logical_devices=1
+)
+SEVERAL_PROCESSES = SimpleNamespace(
+    is_cpu=True, peers=object(), survivors=None, bytes_per_pack=0, num_logical_devices=1
+)
+GPUS = SimpleNamespace(is_cpu=False, peers=object(), survivors=None, bytes_per_pack=0, num_logical_devices=1)
+LOGICAL_DEVICES = SimpleNamespace(
+    is_cpu=True, peers=None, survivors=None, bytes_per_pack=1024, num_logical_devices=2
+)
 
 
 def summed(values, packing):
@@ -101,6 +107,12 @@ def test_packing_fits_the_devices(topology, sizes, expected):
 def test_buffers_have_at_most_the_bytes_that_the_options_say(topology, bytes_per_pack, expected):
     packing = Packing.on(topology, rx.CommunicationOptions(bytes_per_pack=bytes_per_pack))
     assert sorted(buffers([8, 8, 12, 400 * KIB, 3 * MIB], packing)) == sorted(expected)
+
+
+def test_options_of_one_call_take_precedence_over_those_of_the_strategy():
+    topology = SimpleNamespace(**vars(ONE_PROCESS) | {"bytes_per_pack": 16})
+    assert buffers([8, 8, 12], Packing.on(topology)) == [16, 12]
+    assert buffers([8, 8, 12], Packing.on(topology, rx.CommunicationOptions(bytes_per_pack=28))) == [28]
 
 
 def test_each_dtype_has_its_own_buffer():

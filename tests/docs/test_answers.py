@@ -22,7 +22,7 @@ SHOWN_BY = {
         "multi_worker/test_multi_worker_mirrored.py::test_training_equals_one_device",
     ],
     "With parameter servers?": [
-        "keras/test_fit_on_servers.py::test_one_worker_trains_as_one_device_does",
+        "ps/keras/test_fit_on_servers.py::test_one_worker_trains_as_one_device_does",
         "faults/test_parameter_servers.py::test_the_counter_is_exact",
     ],
     "In plain JAX, without Keras?": ["tracing/test_replication.py::test_values_proven_invariant"],
@@ -33,6 +33,10 @@ SHOWN_BY = {
         "faults/test_waiting.py::test_step_ends_after_its_timeout",
         "faults/test_stuck.py::test_job_with_a_worker_that_never_comes_to_a_step_restarts_and_completes",
         "faults/test_stuck.py::test_job_with_a_worker_that_hangs_in_a_callback_restarts_and_completes",
+    ],
+    "A worker is killed: can the others just go on?": [
+        "faults/test_survivors.py::test_survivors_of_a_killed_chief_end_like_an_undisturbed_run",
+        "faults/test_survivors.py::test_random_kills",
     ],
     "Does a first resume deadlock if the primary reads slowly?": [
         "faults/test_slow_restores.py::test_first_resume_completes_though_one_worker_reads_slowly",

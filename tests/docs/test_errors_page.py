@@ -8,7 +8,7 @@ import re
 import pytest
 
 import replicax
-from replicax._src.errors import ReplicaxError
+from replicax._src.vocabulary.errors import ReplicaxError
 
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "reference" / "errors.md").read_text()
 ENTRIES = re.findall(r"^### (\w+)$", PAGE, re.MULTILINE)

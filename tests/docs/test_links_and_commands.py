@@ -1,6 +1,6 @@
 """No link and no command that replicax prints leads nowhere: on its pages, in its messages, in its examples.
 
-``src/replicax/_src/home.py`` says where replicax is published. The tests read the sources, and use no network.
+``src/replicax/_src/packaging/home.py`` says where replicax is published. The tests read the sources, and use no network.
 """
 
 import ast
@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from replicax._src import home
-from replicax._src.extras import EXTRAS, install_packages
+from replicax._src.packaging import home
+from replicax._src.packaging.extras import EXTRAS, install_packages
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -75,6 +75,24 @@ def test_relative_links_lead_to_files_and_headings(page):
     assert dead == []
 
 
+def test_links_from_the_readme_reach_every_page():
+    """The site has a menu. In a checkout there are only links."""
+    reached, left = set(), [ROOT / "README.md"]
+    while left:
+        page = left.pop()
+        if page in reached:
+            continue
+        reached.add(page)
+        targets = (one or other for one, other in LINK.findall(CODE.sub("", page.read_text())))
+        files = [
+            (page.parent / target.partition("#")[0]).resolve()
+            for target in targets
+            if not OUTSIDE.match(target)
+        ]
+        left += [file for file in files if file.suffix == ".md" and file.exists()]
+    assert [ids(page) for page in DOCS.rglob("*.md") if page not in reached] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=ids)
 def test_links_of_pages_to_files_of_replicax_are_relative(page):
     """So that they work in a checkout; the site and the wheel make them absolute where there is a public home."""
@@ -111,7 +129,9 @@ def calls(name: str) -> list[tuple[Path, ast.Call]]:
     """The calls of a function of ``home`` in the sources."""
     found = []
     for path in SOURCES:
-        if re.search(rf"^from replicax._src.home import .*\b{name}\b", path.read_text(), re.MULTILINE):
+        if re.search(
+            rf"^from replicax._src.packaging.home import .*\b{name}\b", path.read_text(), re.MULTILINE
+        ):
             nodes = ast.walk(ast.parse(path.read_text()))
             found += [
                 (path, node)
@@ -137,8 +157,8 @@ def test_a_page_is_named_by_its_address_where_there_is_a_site():
 def test_one_function_makes_the_install_commands_of_messages():
     """``home.install_command``; the others call it."""
     written = [ids(path) for path in SOURCES if "pip install" in path.read_text()]
-    doctests = ["src/replicax/_src/extras.py"]
-    assert [path for path in written if path not in doctests] == ["src/replicax/_src/home.py"]
+    doctests = ["src/replicax/_src/packaging/extras.py"]
+    assert [path for path in written if path not in doctests] == ["src/replicax/_src/packaging/home.py"]
 
 
 def known_packages() -> set[str]:

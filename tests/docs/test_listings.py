@@ -24,6 +24,7 @@ TRACKERS = pathlib.Path(__file__).with_name("trackers")  # W&B and MLflow, witho
 # Listings that show parts of a program: each is compiled, but not run.
 PARTS = {
     "docs/architecture.md",
+    "docs/explanation/simulation.md",  # tests/simulation/test_page.py runs it
     # Programs for schedulers: tests/engines runs their like.
     "docs/how_to/slurm.md",
     "docs/how_to/submitit.md",

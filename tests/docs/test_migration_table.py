@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from replicax._src.migrate import table
+from replicax._migrate import table
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "migrating_from_tensorflow.md"
 

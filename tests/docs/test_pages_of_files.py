@@ -10,7 +10,7 @@ import pytest
 
 from checks import path_of_programs, xla_flags
 from replicax import testing
-from replicax._src.cluster.layout import free_ports
+from replicax._src.cluster.machine_layout import free_ports
 
 ROOT = pathlib.Path(__file__).parents[2]
 LISTING = re.compile(r"```(python|bash)\n(.*?)```\n(?:```text\n(.*?)```)?", re.DOTALL)

@@ -8,8 +8,8 @@ import time
 
 import jax.numpy as jnp
 import ray
-import ray_cluster
 
+import ray_cluster
 import replicax as rx
 
 NUM_CLOSURES = 300

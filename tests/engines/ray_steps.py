@@ -81,6 +81,7 @@ def happen(fault):
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     import ray
+
     import ray_cluster
 
     node = ray.get_runtime_context().get_node_id()

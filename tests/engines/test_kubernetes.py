@@ -4,6 +4,9 @@ an emulator. No API server has run any of them.
 
 import asyncio
 import copy
+import json
+import shutil
+import subprocess
 import threading
 
 import pytest
@@ -31,9 +34,13 @@ JOBS = {
 TRAIN_JOBS = {"workers": [], "everything": EVERYTHING}
 
 
-def documents(capsys, *options):
+def printed(capsys, *options):
     assert main(["launch", *IMAGE, "--dry-run", *options, "examples/digits.py"]) == 0
-    return list(yaml.safe_load_all(capsys.readouterr().out))
+    return capsys.readouterr().out
+
+
+def documents(capsys, *options):
+    return json.loads(printed(capsys, *options))["items"]
 
 
 def lost(document, kept):
@@ -50,6 +57,24 @@ def lost(document, kept):
 
 def round_trip(model, document):
     return list(lost(document, getattr(models, model).from_dict(document).to_dict()))
+
+
+# --- kubectl --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
+def test_kubectl_reads_the_output_from_a_pipe(capsys):
+    """``apply`` itself asks an API server first; with ``--local`` the same reader needs none."""
+    done = subprocess.run(
+        ["kubectl", "label", "--local", "-f", "-", "read=yes", "-o", "name"],
+        input=printed(capsys),
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+    assert done.stdout.split() == ["secret/digits-token", "jobset.jobset.x-k8s.io/digits"]
 
 
 # --- schemas --------------------------------------------------------------------------------------------

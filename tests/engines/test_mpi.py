@@ -1,4 +1,4 @@
-"""Jobs that the system's mpirun starts: collectives by gloo, and by MPI through the library that the command builds."""
+"""Jobs that the system's mpirun starts; their collectives are gloo's."""
 
 import contextlib
 import os
@@ -68,55 +68,6 @@ digest = hashlib.sha256(weights.numpy().tobytes() + velocity.numpy().tobytes()).
 sys.stdout.write(f"worker {worker} began at {first}, ended at {int(step)}: {digest}\\n")  # in one piece
 """
 
-# The collectives of JAX with the dtypes that XLA gives to MPI. Small whole numbers: all of them are exact.
-COLLECTIVES = """
-import sys
-import jax
-import numpy as np
-import replicax as rx
-
-strategy = rx.MultiWorkerMirroredStrategy()
-n, rank = jax.process_count(), jax.process_index()
-P = jax.sharding.PartitionSpec
-auto = (jax.sharding.AxisType.Auto,) * 2
-mesh, grid = jax.make_mesh((n, 1), ("r", "one"), auto), jax.make_mesh((n // 2, 2), ("pair", "r"), auto)
-rows = np.random.default_rng(0).integers(0, 3, (n, 8 * n))
-pairs = rows.reshape(n // 2, 2, -1).sum(1).repeat(2, axis=0)
-cases = {
-    "psum": (mesh, lambda x: jax.lax.psum(x, "r"), rows.sum(0, keepdims=True).repeat(n, 0)),
-    "psum of pairs": (grid, lambda x: jax.lax.psum(x, "r"), pairs),
-    "pmax": (mesh, lambda x: jax.lax.pmax(x, "r"), rows.max(0, keepdims=True).repeat(n, 0)),
-    "pmin": (mesh, lambda x: jax.lax.pmin(x, "r"), rows.min(0, keepdims=True).repeat(n, 0)),
-    "psum_scatter": (
-        mesh, lambda x: jax.lax.psum_scatter(x, "r", scatter_dimension=1, tiled=True), rows.sum(0).reshape(n, 8)
-    ),
-    "all_gather": (mesh, lambda x: jax.lax.all_gather(x, "r", axis=1, tiled=True), rows.reshape(1, -1).repeat(n, 0)),
-    "all_to_all": (
-        mesh,
-        lambda x: jax.lax.all_to_all(x.reshape(1, n, -1), "r", 1, 0).reshape(1, -1),
-        rows.reshape(n, n, -1).swapaxes(0, 1).reshape(n, -1),
-    ),
-    "ppermute": (mesh, lambda x: jax.lax.ppermute(x, "r", [(i, (i + 1) % n) for i in range(n)]), np.roll(rows, 1, 0)),
-}
-wrong, checked = [], 0
-jax.config.update("jax_enable_x64", True)
-for dtype in sys.argv[1].split(","):
-    for name, (over, collective, expected) in cases.items():
-        if dtype.startswith("complex") and name in ("pmax", "pmin"):
-            continue  # not in XLA
-        spec = P(("pair", "r")) if over is grid else P("r")
-        place = jax.sharding.NamedSharding(over, spec)
-        x = jax.make_array_from_callback(rows.shape, place, lambda index: rows[index].astype(dtype))
-        compute = jax.jit(jax.shard_map(collective, mesh=over, in_specs=spec, out_specs=spec, check_vma=False))
-        (mine,) = compute(x).addressable_shards
-        is_right = mine.data.dtype == dtype and np.array_equal(
-            np.asarray(mine.data).astype(np.complex64)[0], expected[rank]
-        )
-        checked += 1
-        wrong += [] if is_right else [f"{dtype} {name}"]
-sys.stdout.write(f"rank {rank}: {checked} checked, wrong: {wrong}\\n")
-"""
-
 FAULTS = """
 import logging, os, signal, sys
 import numpy as np
@@ -176,25 +127,6 @@ def mpirun(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    """The library through which JAX reaches MPI, as the command builds it."""
-    if shutil.which("mpicc") is None:
-        pytest.skip("needs mpicc: apt-get install libopenmpi-dev gcc")
-    path = tmp_path_factory.mktemp("mpi") / "libmpiwrapper.so"
-    done = subprocess.run(
-        [sys.executable, "-m", "replicax", "mpi-collectives", "build", str(path)],
-        env={**os.environ, "PYTHONPATH": path_of_programs(ROOT / "src")},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert f"export MPITRAMPOLINE_LIB={path} JAX_CPU_COLLECTIVES_IMPLEMENTATION=mpi" in done.stdout
-    return path
-
-
-@pytest.fixture(scope="module")
 def once():
     """Runs what several tests compare with the first time only."""
     printed = {}
@@ -207,69 +139,45 @@ def once():
     return run
 
 
-def by_mpi(library):
-    return {"MPITRAMPOLINE_LIB": str(library), "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "mpi"}
-
-
 def losses_of(printed):
     return re.findall(r"worker \w+: (\[.*?\])", printed)
 
 
-@pytest.mark.parametrize(("collectives", "num_processes"), [("gloo", 4), ("mpi", 2)])
-def test_keras_has_the_losses_of_one_process(mpirun, once, request, collectives, num_processes):
-    environment = by_mpi(request.getfixturevalue("library")) if collectives == "mpi" else {}
-    (alone,) = losses_of(once("alone", lambda: mpirun(TRAIN, 0)))
-    assert losses_of(mpirun(TRAIN, num_processes, **environment)) == [alone] * num_processes
+def test_keras_has_the_losses_of_one_process(mpirun):
+    (alone,) = losses_of(mpirun(TRAIN, 0))
+    assert losses_of(mpirun(TRAIN, 4)) == [alone] * 4
 
 
-@pytest.mark.parametrize(("collectives", "victim"), [("gloo", 0), ("gloo", 1), ("mpi", 1)])
-def test_killed_rank_ends_the_job_and_the_next_resumes_with_bit_equal_weights(
-    mpirun, once, request, collectives, victim
-):
-    environment = by_mpi(request.getfixturevalue("library")) if collectives == "mpi" else {}
-    undisturbed = once(collectives, lambda: mpirun(RESUME, 2, "undisturbed", -1, -1, **environment))
+@pytest.mark.parametrize("victim", [0, 1])
+def test_killed_rank_ends_the_job_and_the_next_resumes_with_bit_equal_weights(mpirun, once, victim):
+    undisturbed = once("undisturbed", lambda: mpirun(RESUME, 2, "undisturbed", -1, -1))
     digest = re.search(r"began at 0, ended at 20: (\w+)", undisturbed)[1]
-    killed = mpirun(RESUME, 2, "checkpoints", victim, 13, code=128 + 9, **environment)
+    killed = mpirun(RESUME, 2, "checkpoints", victim, 13, code=128 + 9)
     assert "ended at" not in killed
-    resumed = mpirun(RESUME, 2, "checkpoints", -1, -1, **environment)
+    resumed = mpirun(RESUME, 2, "checkpoints", -1, -1)
     assert sorted(re.findall(r"worker \d began.*", resumed)) == [
         f"worker {worker} began at 10, ended at 20: {digest}" for worker in range(2)
     ]
 
 
-# --- collectives by MPI ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("num_processes", [2, 4])
-def test_every_collective_is_exact_by_mpi(mpirun, library, num_processes):
-    dtypes = "bfloat16,float32,int32" if num_processes > 2 else (
-        "int8,uint8,int16,uint16,int32,uint32,int64,uint64,bfloat16,float32,float64,complex64,complex128"
-    )  # fmt: skip
-    printed = mpirun(COLLECTIVES, num_processes, dtypes, **by_mpi(library))
-    found = sorted(re.findall(r"rank \d: (\d+) checked, wrong: (.*)", printed))
-    assert len(found) == num_processes, printed
-    assert all(int(checked) > 20 and wrong == "[]" for checked, wrong in found), printed
-
-
-def test_the_exit_code_is_kept(mpirun, library):
-    printed = mpirun(FAULTS, 2, "code", 0, code=5, **by_mpi(library))
+def test_workers_communicate_by_gloo_and_the_exit_code_is_kept(mpirun):
+    printed = mpirun(FAULTS, 2, "code", 0, code=5)
     # mpirun may lose the last lines of the other process when it ends it.
     assert "total [1.0, 3.0, 5.0]" in printed
-    assert printed.count("collectives by MPI.") == 2
-    assert "MPI_FINALIZE" not in printed
+    assert printed.count("collectives by gloo.") == 2
 
 
 @pytest.mark.parametrize(
     ("fault", "num_processes", "victim", "code"),
     [("raises", 2, 0, 1), ("raises", 2, 1, 1), ("killed", 4, 0, 128 + 9)],
 )
-def test_end_of_one_process_ends_all(mpirun, library, fault, num_processes, victim, code):
-    printed = mpirun(FAULTS, num_processes, fault, victim, code=code, **by_mpi(library))
+def test_end_of_one_process_ends_all(mpirun, fault, num_processes, victim, code):
+    printed = mpirun(FAULTS, num_processes, fault, victim, code=code)
     assert "total [" not in printed
     if fault == "raises":
         assert "ValueError: a mistake of my own" in printed
 
 
-def test_two_devices_in_a_process_are_an_error(mpirun, library):
-    printed = mpirun(FAULTS, 2, "none", 0, code=1, JAX_NUM_CPU_DEVICES="2", **by_mpi(library))
-    assert "ClusterStartError: Each worker has 2 CPU devices" in printed
+def test_collectives_by_mpi_are_refused(mpirun):
+    printed = mpirun(FAULTS, 2, "none", 0, code=1, JAX_CPU_COLLECTIVES_IMPLEMENTATION="mpi")
+    assert "replicax no longer has collectives by MPI" in printed

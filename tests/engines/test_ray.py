@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import replicax as rx
 from engines.ray_cluster import RayCluster
 from engines.watching import Watching
-from replicax._src.cluster.layout import free_ports
+from replicax._src.cluster.machine_layout import free_ports
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -14,7 +14,7 @@ import pytest
 from engines import slurm_cluster
 from engines.watching import Watching
 from launched_jobs import LaunchedJob, environment, fitting, write_script
-from replicax._src.cluster.layout import free_ports
+from replicax._src.cluster.machine_layout import free_ports
 
 pytestmark = [
     pytest.mark.timeout(900),

@@ -2,6 +2,7 @@
 the function of the Ray program really train, on this machine."""
 
 import itertools
+import json
 import os
 import pathlib
 import re
@@ -31,7 +32,7 @@ def memberships(environments):
 
 # --- Kubernetes -----------------------------------------------------------------------------------------
 
-# tests/cli/test_on_kubernetes.py checks what the command prints, and tests/engines/test_kubernetes.py the schemas.
+# tests/launch/test_on_kubernetes.py checks what the command prints, and tests/engines/test_kubernetes.py the schemas.
 
 
 @pytest.mark.parametrize("file", ["jobset.yaml", "trainjob.yaml"])
@@ -40,7 +41,7 @@ def test_manifest_is_what_its_comment_prints(file, capsys, monkeypatch):
     text = (CLUSTER / file).read_text()
     command = re.search(r"^#   replicax (launch .*\\)\n#( .*)$", text, re.MULTILINE)
     assert main([*command[1].removesuffix("\\").split(), *command[2].split()]) == 0
-    _, job = yaml.safe_load_all(capsys.readouterr().out)
+    _, job = json.loads(capsys.readouterr().out)["items"]
     assert yaml.safe_load(text) == job
     assert (ROOT / command[2].split()[0]).is_file()
 

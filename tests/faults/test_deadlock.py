@@ -47,7 +47,9 @@ def test_queued_steps_finish(num_devices, mode):
     assert run_here(num_devices, mode) == (STEPS * num_devices, [])
 
 
-@pytest.mark.parametrize("mode", ["run", pytest.param("reduce", marks=pytest.mark.long), "gather", "read"])
+@pytest.mark.parametrize(
+    "mode", ["run", *(pytest.param(mode, marks=pytest.mark.long) for mode in ("reduce", "gather")), "read"]
+)
 @pytest.mark.rest
 def test_queued_programs_finish_with_a_small_pool(mode):
     result, warnings = run_here(4, mode, **POOL_OF_TWO)

@@ -9,7 +9,7 @@ import pytest
 
 from faulty_network import FaultyNetwork
 from faulty_proxy import Fault, Proxy
-from replicax._src.cluster.layout import free_ports
+from replicax._src.cluster.machine_layout import free_ports
 
 LIMIT_S = 100
 pytestmark = pytest.mark.timeout(250)

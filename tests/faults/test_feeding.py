@@ -36,7 +36,7 @@ def test_memory_stays_flat():
             counts.append(len(jax.live_arrays()))
     iterator.close()
     assert float(total.numpy()) == 8 * 1500
-    assert max(counts[1:]) - min(counts[1:]) < 20  # those that are waiting
+    assert max(counts[1:]) - min(counts[1:]) < 100  # those that are waiting; one of each step would be 1,400
 
 
 def test_the_threads_options_hold_while_reading_ahead():

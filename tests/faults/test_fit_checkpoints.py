@@ -5,7 +5,9 @@ import time
 
 import pytest
 
+from launched_jobs import source_of
 from task_reports import latest, wait_for_count
+from training_pieces import bits_of, model_with_random_layers
 
 pytestmark = [pytest.mark.timeout(450), pytest.mark.rest]
 LIMIT_S = 120
@@ -19,7 +21,6 @@ def fitting(folder, shard_state="", data="arrays", is_interrupted=""):
 
     An interrupted process does not end before that.
     """
-    import hashlib
     import os
     import time
 
@@ -30,17 +31,7 @@ def fitting(folder, shard_state="", data="arrays", is_interrupted=""):
     from replicax.testing import report
 
     strategy = rx.MultiWorkerMirroredStrategy(shard_state=shard_state or None)
-    keras.utils.set_random_seed(0)
-    with strategy.scope():
-        model = keras.Sequential(
-            [
-                keras.layers.Dense(8, "tanh"),
-                keras.layers.BatchNormalization(),
-                keras.layers.Dropout(0.3),
-                keras.layers.Dense(2),
-            ]
-        )
-        model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+    model = model_with_random_layers(strategy, units=8, outputs=2)
     x = np.random.default_rng(0).normal(size=(38, 4)).astype("float32")
     given = {"x": x, "y": x[:, :2], "batch_size": 4}
     if data == "rx":
@@ -69,11 +60,8 @@ def fitting(folder, shard_state="", data="arrays", is_interrupted=""):
     of_keras = keras.callbacks.ModelCheckpoint(f"{folder}/model.keras")
     callbacks = [callback, of_keras, slow]
     history = model.fit(epochs=3, verbose=0, callbacks=callbacks, validation_data=(x, x[:, :2]), **given)
-    digest = hashlib.sha256()
-    for variable in [*model.variables, *model.optimizer.variables]:
-        digest.update(np.asarray(variable.value).tobytes())
     report(
-        bits=digest.hexdigest(),
+        bits=bits_of([*model.variables, *model.optimizer.variables]),
         history=history.history,
         num_batches=slow.num_batches,
         num_written=callback.manager.statistics()["num_saved"],
@@ -107,8 +95,12 @@ def backing_up(folder, num_epochs):
     )
 
 
+def source_of_fitting():
+    return f"{source_of(fitting)}\n\nimport sys\n\nfitting(*sys.argv[1:])\n"
+
+
 def run_to_the_end(cluster, args):
-    cluster.start(fitting, args)
+    cluster.start(source_of_fitting(), args)
     assert {task.wait(SOON_S).exit_code for task in cluster.tasks.values()} == {0}
     return [(latest(task, "bits"), latest(task, "history")) for task in cluster.tasks.values()]
 
@@ -132,7 +124,7 @@ def test_terminated_workers_resume_in_the_middle_of_an_epoch(
         local_cluster(2, timeout_s=LIMIT_S), [str(tmp_path / "whole"), shard_state, data]
     )
     cluster = local_cluster(2, timeout_s=LIMIT_S)
-    cluster.start(fitting, [str(tmp_path / "parts"), shard_state, data, "yes"])
+    cluster.start(source_of_fitting(), [str(tmp_path / "parts"), shard_state, data, "yes"])
     for number, fault in enumerate([*faults, None]):
         for task in cluster.tasks.values():
             wait_for_count(task, "began_at", number + 1, SOON_S)

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from checks import path_of_programs
-from replicax._src.cluster.layout import free_ports
+from replicax._src.cluster.machine_layout import free_ports
 
 pytestmark = pytest.mark.timeout(250)
 LIMIT_S = 150
-SOON_S = 30  # nobody else would say it before many minutes, if at all
+SOON_S = 100  # nobody else would say it before many minutes, if at all
 WITH_KERAS = {"KERAS_BACKEND": "jax", "PYTHONPATH": path_of_programs()}
 
 

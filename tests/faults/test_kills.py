@@ -34,6 +34,7 @@ def test_killed_tasks_resume_bit_identically(tmp_path, monkeypatch, capsys):
     Compiled programs of all tasks are kept. Damaged ones cause no failure, and only the next start compiles them
     again.
     """
+    monkeypatch.delenv("REPLICAX_CACHE_DIR")  # of all tests; here programs are kept with the checkpoints
     monkeypatch.setenv("REPLICAX_CHECKPOINT_DIR", str(tmp_path / "alone"))
     looping(100, pause_s=0)
     expected = re.search(r"^bits (\w+)$", capsys.readouterr().out, re.MULTILINE)[1]

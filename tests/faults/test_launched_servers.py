@@ -44,8 +44,12 @@ class Launched:
 
     def until(self, is_so, timeout_s=120.0):
         deadline = time.monotonic() + timeout_s
-        while not is_so():
-            assert self.process.poll() is None, self.lines[-30:]
+        while True:
+            if is_over := self.process.poll() is not None:
+                self._reading.join(10.0)
+            if is_so():
+                return
+            assert not is_over, self.lines[-30:]
             assert time.monotonic() < deadline, self.lines[-30:]
             time.sleep(0.02)
 
@@ -66,8 +70,9 @@ class Launched:
         return None
 
     def kill(self, job, index=0):
-        self.until(lambda: self.pid(job, index) is not None)
-        os.kill(self.pid(job, index), signal.SIGKILL)
+        found = []
+        self.until(lambda: found.append(self.pid(job, index)) or found[-1] is not None)
+        os.kill(found[-1], signal.SIGKILL)
 
     def wait(self, timeout_s=120.0):
         """Returns the exit code."""

@@ -248,7 +248,9 @@ def test_host_without_local_files_makes_all_restore_the_shared_checkpoint(local_
     assert "worker 1" in reports[0]["warnings"][0]
 
 
-@pytest.mark.parametrize("what", ["arrays/state/rows", "arrays/unused", "manifest.json"])
+@pytest.mark.parametrize(
+    "what", ["arrays/state/rows", pytest.param("arrays/unused", marks=pytest.mark.long), "manifest.json"]
+)
 def test_damage_on_one_host_makes_all_restore_the_one_before(local_cluster, folder, what):
     path = local(folder, 1, 17) / what
     file = next(path.glob("c.*")) if path.is_dir() else path

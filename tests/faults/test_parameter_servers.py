@@ -14,7 +14,7 @@ import pytest
 import replicax as rx
 from checks import message
 from faulty_network import faulty_server_cluster
-from replicax._src.parameter_servers.coordinator import (
+from replicax._ps.coordinator import (
     cluster_coordinator,
     limits,
     pool_worker,
@@ -157,7 +157,7 @@ def job(servers):
 def back(cluster, index, job=None):
     """Starts a worker again."""
     cluster.restart("worker", index)
-    cluster.tasks["worker", index].wait_for_output(" listens at ", of_this_process=True)
+    cluster.tasks["worker", index].wait_for_output(" listens at ", since_start=True)
     if job is not None:
         job.until_connected(index)
 
@@ -375,7 +375,7 @@ def test_the_counter_is_exact_when_workers_are_killed_amid_functions_that_travel
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("what", ["stop", "partition"])
+@pytest.mark.parametrize("what", [pytest.param("stop", marks=pytest.mark.long), "partition"])
 def test_training_resumes_after_all_parameter_servers_were_silent_for_20_s(what):
     with (
         faulty_server_cluster(workers=2, ps=2) as (cluster, network),

@@ -13,9 +13,9 @@ import pytest
 import replicax as rx
 from checks import message
 from faulty_network import faulty_server_cluster
+from replicax._ps.store.snapshots import Snapshot
+from replicax._ps.strategy import parameter_server
 from replicax._src.cluster.tf_config import TFConfigClusterResolver
-from replicax._src.parameter_servers.store.snapshots import Snapshot
-from replicax._src.parameter_servers.strategy import parameter_server
 from replicax.coordinator import ClusterCoordinator
 from replicax.errors import InvalidArgumentError, UnavailableError
 from replicax.testing import server_cluster
@@ -406,7 +406,7 @@ def test_stopped_primary_rejects_requests_when_it_wakes(job):
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("apart_s", [0.0, 6.0])
+@pytest.mark.parametrize("apart_s", [pytest.param(0.0, marks=pytest.mark.long), 6.0])
 def test_training_resumes_after_both_servers_were_silent_for_20_s(job, apart_s):
     job.steps(20)
     job.schedule()  # its program is on the servers then

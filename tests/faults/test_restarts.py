@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from replicax._src.cluster.layout import free_ports
+from replicax._src.cluster.machine_layout import free_ports
 
 pytestmark = [pytest.mark.timeout(250), pytest.mark.rest]
 LIMIT_S = 150

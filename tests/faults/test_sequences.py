@@ -90,15 +90,11 @@ def pair(first, second, folder, num_common="2"):
         ("on_read", "run"),
         *(
             pytest.param(*names, marks=pytest.mark.rest)
-            for names in [
-                ("save", "run"),
-                ("fit", "predict"),
-                ("dataset", "save"),
-                ("restore", "reduce"),
-                ("gather", "evaluate"),
-                ("dataset", "run"),
-                ("fit", "save"),
-            ]
+            for names in [("fit", "predict"), ("dataset", "save"), ("restore", "reduce")]
+        ),
+        *(
+            pytest.param(*names, marks=pytest.mark.long)
+            for names in [("save", "run"), ("gather", "evaluate"), ("dataset", "run"), ("fit", "save")]
         ),
     ],
 )

@@ -69,7 +69,9 @@ def saved(local_cluster, tmp_path):
     return folder
 
 
-@pytest.mark.parametrize("slow_worker", [0, 1], ids=["chief", "another"])
+@pytest.mark.parametrize(
+    "slow_worker", [0, pytest.param(1, marks=pytest.mark.long)], ids=["chief", "another"]
+)
 def test_first_resume_completes_though_one_worker_reads_slowly(local_cluster, saved, slow_worker):
     """The others come to the first step, and its compilation, seconds before it."""
     cluster = local_cluster(2, environment={"REPLICAX_STALL_WARNING_S": "2"}, timeout_s=LIMIT_S)
@@ -86,7 +88,9 @@ def test_first_resume_completes_though_one_worker_reads_slowly(local_cluster, sa
     assert any(map(waiting.match, results["worker", 1 - slow_worker].output))
 
 
-@pytest.mark.parametrize("slow_worker", [0, 1], ids=["chief", "another"])
+@pytest.mark.parametrize(
+    "slow_worker", [pytest.param(0, marks=pytest.mark.long), 1], ids=["chief", "another"]
+)
 def test_wait_after_a_restore_ends_and_names_the_worker_whose_read_hangs(local_cluster, saved, slow_worker):
     cluster = local_cluster(2, timeout_s=LIMIT_S)
     cluster.start(resuming, [str(saved), str(slow_worker), "15"])

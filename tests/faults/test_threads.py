@@ -12,7 +12,9 @@ STEPS = 200
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize(("num_replicas", "num_trainers"), [(1, 2), (2, 1), (2, 3)])
+@pytest.mark.parametrize(
+    ("num_replicas", "num_trainers"), [(1, 2), pytest.param(2, 1, marks=pytest.mark.long), (2, 3)]
+)
 def test_no_step_is_lost_and_no_read_fails(num_replicas, num_trainers):
     command = [sys.executable, __file__, str(num_replicas), str(num_trainers)]
     process = subprocess.run(command, capture_output=True, text=True, timeout=200, env=os.environ)

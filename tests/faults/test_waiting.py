@@ -11,7 +11,7 @@ from faulty_network import FaultyNetwork
 
 pytestmark = pytest.mark.timeout(250)
 LIMIT_S = 150
-SOON_S = 30  # nobody else would say it before many minutes, if at all
+SOON_S = 100  # nobody else would say it before many minutes, if at all
 
 
 def steps(fault, num_steps):

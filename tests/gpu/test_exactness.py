@@ -5,10 +5,10 @@ import functools
 import keras
 import numpy as np
 import pytest
-from fit_models import SUBJECTS
 
 import replicax as rx
 from checks import assert_close
+from fit_models import SUBJECTS
 
 # Keras's own warnings, which it gives on one device too.
 pytestmark = [pytest.mark.rest, pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64")]

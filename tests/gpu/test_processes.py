@@ -27,8 +27,8 @@ def training_on_a_device_of_its_own():
     os.environ["CUDA_VISIBLE_DEVICES"] = visible[index]
 
     import jax
-    from programs import training
 
+    from programs import training
     from replicax.testing import report
 
     training("37,8", "3,2")

@@ -9,9 +9,9 @@ import time
 import pytest
 
 from checks import closure_statistics
-from replicax._src.parameter_servers.coordinator.status import status_of as status_of_servers
+from replicax._ps.coordinator.statistics import status_of as status_of_servers
+from replicax._src.status.http_server import StatusServer
 from replicax._src.status.job import status_of
-from replicax._src.status.server import StatusServer
 
 ATTACK = "<img src=x onerror=\"document.title='attacked'\"><script>document.title='attacked'</script>"
 HOUR = 3600

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 import replicax as rx
 from checks import message
-from replicax._src.errors import InvalidArgumentError
 from replicax._src.input.arrays import InconsistentRowsError, UnsupportedElementError, as_array
+from replicax._src.input.element_specs import INFINITE, ArraySpec
 from replicax._src.input.elements import NotResumableError
 from replicax._src.input.pipeline import from_arrays
 from replicax._src.input.sources import open_source
-from replicax._src.input.specs import INFINITE, ArraySpec
+from replicax._src.vocabulary.errors import InvalidArgumentError
 
 
 def lists(dataset, count=None):

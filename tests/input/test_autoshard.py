@@ -18,11 +18,11 @@ from replicax._src.devices.autoshard import (
     rows_of_own_batch,
 )
 from replicax._src.devices.split import split_sizes
-from replicax._src.errors import InvalidArgumentError
 from replicax._src.input.files.constructors import from_text_lines
 from replicax._src.input.opening import open_elements
 from replicax._src.input.pipeline import SHARD_HINT, from_arrays
 from replicax._src.input.sources import PerReplicaPulls, open_source
+from replicax._src.vocabulary.errors import InvalidArgumentError
 
 WORKERS = range(1, 9)
 POLICY = AutoShardPolicy

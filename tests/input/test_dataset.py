@@ -6,13 +6,14 @@ import jax
 import numpy as np
 import pytest
 
-from replicax._src import context, errors
 from replicax._src.devices.split import split_sizes
 from replicax._src.input.dataset import DistributedDataset, EmptyOptionalError, OutOfRangeError
+from replicax._src.input.element_specs import PerReplicaSpec
 from replicax._src.input.elements import EmptyDatasetError, OneShotSourceError
 from replicax._src.input.pipeline import from_arrays
 from replicax._src.input.sources import PerReplicaPulls, open_source
-from replicax._src.input.specs import PerReplicaSpec
+from replicax._src.scope import context
+from replicax._src.vocabulary import errors
 
 
 class Lists:

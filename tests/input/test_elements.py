@@ -11,6 +11,7 @@ import pytest
 import scipy.sparse
 
 from replicax._src.input.arrays import UnsupportedElementError
+from replicax._src.input.element_specs import INFINITE, ArraySpec
 from replicax._src.input.elements import (
     DatasetLengthError,
     EmptyDatasetError,
@@ -19,7 +20,6 @@ from replicax._src.input.elements import (
 )
 from replicax._src.input.opening import UnsupportedSourceError, open_elements
 from replicax._src.input.pipeline import from_arrays
-from replicax._src.input.specs import INFINITE, ArraySpec
 
 
 def lists(elements):

@@ -16,9 +16,9 @@ import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
 import replicax as rx
+from replicax._src.input.element_specs import ArraySpec
 from replicax._src.input.files.formats import UnreadableFileError
 from replicax._src.input.opening import open_elements
-from replicax._src.input.specs import ArraySpec
 from tfrecord_files import masked_crc32c
 
 # --- files --------------------------------------------------------------------------------------------

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 import replicax as rx
 from numbered_files import KINDS, make_numbers, rows_in, write_lines
 from replicax._src.devices.autoshard import AutoShardPolicy, WorkerShare
-from replicax._src.input.elements import END
-from replicax._src.input.opening import open_elements
+from replicax._src.input.description import DatasetPart, Description
+from replicax._src.input.elements import END, Elements
+from replicax._src.input.opening import describe, open_elements
 from replicax._src.input.sources import open_source
 
 FILE, DATA, AUTO, HINT, OFF = (AutoShardPolicy(name) for name in ("FILE", "DATA", "AUTO", "HINT", "OFF"))
@@ -81,7 +82,26 @@ def test_policies_hint_and_off(tmp_path):
     assert rows_in(steps_of(hinted, 2, 1, 2, HINT)) == [1, 3, 5, 7]
     assert rows_in(steps_of(hinted, 2, 1, 2, OFF)) == list(range(8))
     assert rows_in(steps_of(hinted, 2, 1, 2, FILE)) == [4, 5, 6, 7]
-    assert open_elements(dataset.batch(2)).of_hint is None
+    assert not describe(dataset.batch(2)).has_hint
+
+
+@pytest.mark.parametrize("policy", [AUTO, FILE, DATA, HINT, OFF])
+def test_a_dataset_is_described_once_and_opened_once(tmp_path, policy, monkeypatch):
+    dataset, _ = make_numbers(tmp_path, "lines", [4, 4])
+    hinted = dataset.shard(rx.data.SHARD_HINT, rx.data.SHARD_HINT).batch(2)
+    made = []
+    for kind in (Description, Elements):
+        monkeypatch.setattr(kind, "__init__", _noting(made, kind, kind.__init__))
+    assert steps_of(hinted, 2, 0, 2, policy)
+    assert made == [Description, Elements]
+
+
+def _noting(made, kind, init):
+    def noted(self, *args, **kwargs):
+        made.append(kind)
+        init(self, *args, **kwargs)
+
+    return noted
 
 
 def test_workers_with_csv_files_agree_about_types(tmp_path):
@@ -104,11 +124,12 @@ def test_file_of_a_worker_with_other_columns_than_the_first(tmp_path):
 
 def test_lengths_on_workers(tmp_path):
     dataset, _ = make_numbers(tmp_path, "parquet", [6, 0, 3])
-    elements = open_elements(dataset.batch(2))
-    assert elements.cardinality == 5
-    assert elements.count_files() == 3
-    assert [elements.of_files(2, worker).cardinality for worker in range(2)] == [5, 0]
-    assert open_elements(dataset.batch(2).repeat()).of_files(2, 0).cardinality == float("inf")
+    description = describe(dataset.batch(2))
+    assert description.open_all().cardinality == 5
+    assert description.count_files() == 3
+    assert [description.open_part(DatasetPart(FILE, 2, worker)).cardinality for worker in range(2)] == [5, 0]
+    repeated = describe(dataset.batch(2).repeat())
+    assert repeated.open_part(DatasetPart(FILE, 2, 0)).cardinality == float("inf")
 
 
 # --- replicas -----------------------------------------------------------------------------------------

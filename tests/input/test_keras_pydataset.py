@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import replicax as rx
+from replicax._src.input.element_specs import INFINITE
 from replicax._src.input.elements import EmptyDatasetError, NotResumableError, element_spec
 from replicax._src.input.opening import open_elements
 from replicax._src.input.sources import UnbatchedDatasetError, open_source
-from replicax._src.input.specs import INFINITE
 
 
 class Squares(keras.utils.PyDataset):

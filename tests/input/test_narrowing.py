@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from checks import message
-from replicax._src.narrowing import narrowed
+from replicax._src.values.narrowing import narrowed
 from replicax.errors import NarrowingError
 
 

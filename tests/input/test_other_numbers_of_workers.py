@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import replicax as rx
+from checks import examples
 from numbered_files import make_numbers, rows_in
-from replicax._src.checkpoint.processes import agreed_state
+from replicax._src.checkpoint.agreement import agreed_state
 from replicax._src.devices.autoshard import AutoShardPolicy, WorkerShare
 from replicax._src.input.elements import END, OF_WORKERS
 from replicax._src.input.sources import open_source
@@ -70,7 +71,7 @@ PIPELINES = {
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
-@settings(max_examples=40, deadline=None)
+@examples(40, short=20)
 @given(
     kind=st.sampled_from(["lines", "parquet", "array_records"]),
     sizes=st.lists(st.integers(0, 9), min_size=1, max_size=6),

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replicax._src.input.arrays import InconsistentRowsError, UnsupportedElementError
+from replicax._src.input.element_specs import INFINITE, PerReplicaSpec
 from replicax._src.input.pipeline import from_arrays
 from replicax._src.input.sources import PerReplicaPulls, UnbatchedDatasetError, open_source
-from replicax._src.input.specs import INFINITE, PerReplicaSpec
 
 REPLICAS = range(1, 9)
 

@@ -10,7 +10,7 @@ from replicax._src.devices.split import (
     split_offsets,
     split_sizes,
 )
-from replicax._src.errors import InvalidArgumentError
+from replicax._src.vocabulary.errors import InvalidArgumentError
 
 rows = st.integers(0, 2000)
 replicas = st.integers(1, 64)

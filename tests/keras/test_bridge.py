@@ -8,8 +8,8 @@ import pytest
 
 import replicax as rx
 from checks import in_a_process_of_its_own, message
-from replicax._src.errors import KerasLossError, VariableError
 from replicax._src.keras import bridge
+from replicax._src.vocabulary.errors import KerasLossError, VariableError
 
 ATTRIBUTES_OF_KERAS = """
     def attributes():
@@ -74,30 +74,30 @@ def test_thirteen_attributes_of_keras_are_replaced_from_the_first_scope_until_un
     assert printed - results == REPLACED
 
 
-def test_replicax_does_not_import_keras():
-    program = """
-    import sys
-    import replicax as rx
-    rx.OneDeviceStrategy("cpu:0").run(lambda x: x + 1, args=(1.0,))
-    print([name for name in ("keras", "tensorflow", "torch", "flax", "optax") if name in sys.modules])
-    """
-    assert in_a_process_of_its_own(program, "-W", "error").strip() == "[]"
-
-
-def test_keras_on_another_backend_raises():
+def test_keras_on_another_backend_raises_in_run_and_before_a_model_is_made():
     program = """
     import keras
+    import numpy as np
     assert keras.backend.backend() == "numpy"
     import replicax as rx
-    from replicax._src.errors import KerasBackendError
+    from replicax.errors import KerasBackendError
+    strategy = rx.OneDeviceStrategy("cpu:0")
     try:
-        rx.OneDeviceStrategy("cpu:0").run(lambda x: x + 1, args=(1.0,))
+        strategy.run(lambda x: x + 1, args=(1.0,))
     except KerasBackendError as error:
         print(error)
+    try:
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+            model.predict(np.ones((2, 4)), verbose=0)
+    except KerasBackendError as error:
+        print(error)
+    print("in a scope:", rx.has_strategy())
     """
-    printed = in_a_process_of_its_own(program, "-W", "error", KERAS_BACKEND="numpy")
-    assert "'numpy'" in printed
-    assert "KERAS_BACKEND=jax" in printed
+    *errors, last = in_a_process_of_its_own(program, "-W", "error", KERAS_BACKEND="numpy").splitlines()
+    assert len(errors) == 2
+    assert all("'numpy'" in text and "KERAS_BACKEND=jax" in text for text in errors)
+    assert last == "in a scope: False"
 
 
 def test_keras_keeps_values_where_programs_read_them():
@@ -281,19 +281,6 @@ def test_keras_may_be_imported_between_a_scope_and_the_next():
     assert in_a_process_of_its_own(program, "-W", "error", KERAS_BACKEND="jax").strip() == "2"
 
 
-def test_an_error_in_a_scope_in_which_keras_is_imported_is_that_error():
-    program = """
-    import replicax as rx
-    try:
-        with rx.OneDeviceStrategy("cpu:0").scope():
-            import keras
-            raise KeyError("own")
-    except KeyError as error:
-        print(error)
-    """
-    assert "own" in in_a_process_of_its_own(program, "-W", "error", KERAS_BACKEND="jax")
-
-
 def test_missing_framework_raises_import_error():
     program = """
     import sys
@@ -341,7 +328,7 @@ def test_a_layer_that_is_frozen_after_training_needs_a_new_optimizer():
     message(
         VariableError,
         lambda: model.fit(x, x[:, :1], verbose=0),
-        "Optimizer 'sgd",
+        f"Optimizer {model.optimizer.name!r}",
         "4 variables",
         "compile",
     )

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import replicax as rx
-from in_memory_servers import in_memory_strategy
 from replicax.errors import ContextError, InvalidArgumentError, UnsupportedError
 from replicax.keras.callbacks import CheckpointCallback
 
@@ -266,7 +265,7 @@ def test_a_step_of_tensorflow_style(mirrored, tmp_path, monkeypatch):
     ("feed", "steps"),
     [
         ("arrays", 6),
-        pytest.param("rx_data", 6, marks=pytest.mark.long),
+        pytest.param("rx_data", 6, marks=pytest.mark.quick),
         ("arrays_by_steps", 4),
         ("distributed", 5),
     ],
@@ -682,21 +681,6 @@ def test_preempted_process_saves_and_another_resumes(mirrored, tmp_path):
     assert resumed.history == history.history
     for got, wanted in zip(bits(model), bits(expected), strict=True):
         np.testing.assert_array_equal(got, wanted)
-
-
-@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
-def test_with_parameter_servers_at_the_ends_of_epochs(tmp_path):
-    with in_memory_strategy(workers=1) as strategy:
-        _, history = fit(strategy, "arrays", [])
-    with in_memory_strategy(workers=1) as strategy, pytest.raises(Died):
-        fit(strategy, "arrays", [CheckpointCallback(tmp_path), Dies(8)])
-    with in_memory_strategy(workers=1) as strategy:
-        callback = CheckpointCallback(tmp_path)
-        _, resumed = fit(strategy, "arrays", [callback])
-        assert callback.restored_from == str(tmp_path / "ckpt-1")
-        assert resumed.history == history.history
-        with pytest.raises(UnsupportedError, match="with parameter servers"):
-            fit(strategy, "arrays", [CheckpointCallback(tmp_path, 5)])
 
 
 # --- what is wrong ------------------------------------------------------------------------------------------

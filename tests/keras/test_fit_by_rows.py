@@ -4,10 +4,10 @@ they are equal."""
 import jax
 import keras
 import pytest
-from fit_models import SUBJECTS
 
 from checks import assert_close
-from replicax._src.keras.steps import TEST, TRAIN
+from fit_models import SUBJECTS
+from replicax._src.keras.phases import TEST, TRAIN
 from splitting import plan_of, run_by_rows
 
 # Batch normalisation waits for the mean, the variance and their gradients; a mask waits for the number of unmasked

@@ -8,7 +8,6 @@ import pytest
 from keras import layers, ops
 
 import replicax as rx
-from checks import not_with_keras_3_12
 from replicax import errors
 
 pytestmark = pytest.mark.rest
@@ -133,7 +132,6 @@ def test_a_dataset_of_unknown_length_on_one_device(in_scope, tmp_path):
     assert model.predict(dataset, verbose=0).shape == (ROWS, 1)
 
 
-@not_with_keras_3_12("reads a batch ahead, also into the buffer that it has just been given")
 def test_batches_in_one_buffer_with_several_steps_per_execution(strategy):
     class Reuses(keras.utils.PyDataset):
         num_batches = 6

@@ -67,3 +67,41 @@ def test_interrupted_fit_leaves_the_weights_of_the_last_step(name, steps_per_exe
     model.save(tmp_path / "model.keras")
     trained(model, 5)
     assert int(model.optimizer.iterations) == 9
+
+
+class Interrupted(keras.utils.PyDataset):
+    """Batches of which Ctrl-C interrupts the reading, after some."""
+
+    def __init__(self, after=None):
+        super().__init__()
+        self.left = after
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        if self.left == 0:
+            raise KeyboardInterrupt
+        if self.left is not None:
+            self.left -= 1
+        rows = slice(index * BATCH, (index + 1) * BATCH)
+        return FEATURES[rows], LABELS[rows]
+
+
+def test_interrupt_leaves_the_weights_of_the_checkpoint_while_batches_are_read_again(tmp_path):
+    """A resumed epoch first reads the batches that it was trained on, and Keras has emptied the variables before."""
+    strategy = STRATEGIES["mirrored"]()
+
+    def fit(model, data, *callbacks):
+        saving = rx.keras.callbacks.CheckpointCallback(tmp_path / "training", save_freq=2)
+        model.fit(data, shuffle=False, verbose=0, callbacks=[saving, *callbacks])
+
+    model = made(strategy)
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, Interrupted(), Interrupting(2))
+    resumed = made(strategy)
+    with pytest.raises(KeyboardInterrupt):
+        fit(resumed, Interrupted(after=1))  # the first batch builds the model
+    expected = trained(made(strategy), 2)
+    for got, wanted in zip(resumed.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_array_equal(got, wanted)

@@ -9,10 +9,10 @@ import inspect
 import keras
 import numpy as np
 import pytest
-from fit_models import CLASSES, ROWS, features, labels
 from keras import layers, metrics
 
 import replicax as rx
+from fit_models import CLASSES, ROWS, features, labels
 
 NEEDS = {
     "FBetaScore": {"beta": 2.0},

@@ -18,8 +18,8 @@ from keras import layers, losses, ops
 
 import replicax as rx
 from checks import assert_close, assert_logs_equal, assert_weights_equal, not_with_keras_3_12
+from replicax._src.keras.phases import PREDICT, TEST, TRAIN
 from replicax._src.keras.replica_steps import is_replica_style
-from replicax._src.keras.steps import PREDICT, TEST, TRAIN
 from replicax.errors import KerasLossError
 
 ROWS, CLASSES = 199, 3
@@ -539,6 +539,22 @@ def test_a_compute_loss_of_the_users_sees_the_rows_of_all_replicas(own, steps, r
     assert "compute_loss" not in vars(got)
 
 
+def sum_over_rows(model_class):
+    x = keras.Input((2,))
+    model = model_class(x, layers.Dense(1)(x))
+    model.compile(loss_scaled(), losses.MeanSquaredError(reduction="sum"))
+    return model
+
+
+@pytest.mark.quick
+def test_a_scaled_sum_over_uneven_replicas_trains_as_on_one_device():
+    subject = Subject(sum_over_rows, rows_of_classifier)
+    expected, got = built(subject, keras.Model), built(subject, BySuper, "mirrored_3")
+    for model in (expected, got):
+        model.train_on_batch(features(2)[:7], features(1)[:7])
+    assert_weights_equal(weights_of(got), weights_of(expected), subject)
+
+
 @pytest.mark.quick
 def test_mean_loss_of_keras_raises():
     class Mean(ByHand):
@@ -777,20 +793,74 @@ class Gan(keras.Model):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("has_inputs", "is_built", "unbuilt"),
-    [(True, True, ""), (True, False, "gan"), (False, True, "generator"), (False, False, "gan, generator")],
-)
-def test_a_model_without_call_trains_or_its_error_says_what_is_not_built(has_inputs, is_built, unbuilt):
+@pytest.mark.parametrize("has_inputs", [True, False])
+@pytest.mark.parametrize("strategy", ["outside", "mirrored_2"])
+def test_a_model_without_call_is_built_by_its_step(has_inputs, strategy):
     x = np.ones((8, 2), np.float32)
-    with strategy_of("mirrored_2").scope():
-        model = Gan(has_inputs, is_built)
-        model.compile("sgd")
-    if not unbuilt:
+    weights = []
+    for is_built in (True, False):
+        keras.utils.set_random_seed(0)
+        with scope_of(strategy):
+            model = Gan(has_inputs, is_built)
+            model.generator.build((None, 2)) if is_built else None
+            model.compile("sgd")
         assert model.fit(x, batch_size=4, verbose=0).history["total"][0] > 0
-        return
+        weights.append([np.asarray(v.value) for v in model.generator.weights])
+    for got, expected in zip(*weights, strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+class ArrayGan(Gan):
+    def train_step(self, state, data):
+        return {}, state
+
+
+def test_keras_error_for_a_model_that_it_cannot_build_names_what_is_not_built():
+    with strategy_of("mirrored_2").scope():
+        model = ArrayGan(has_inputs=False, is_built=False)
+        model.compile("sgd")
     with pytest.raises(RuntimeError) as caught:
-        model.fit(x, batch_size=4, verbose=0)
+        model.fit(np.ones((8, 2), np.float32), batch_size=4, verbose=0)
     (note,) = caught.value.__notes__
     assert "Write self.built = True" in note
-    assert note.endswith(f"Not built yet: {unbuilt}.")
+    assert note.endswith("Not built yet: gan, generator.")
+
+
+class OfFour(keras.Model):
+    """A model whose step takes four arrays, which Keras cannot tell apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(1)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        x, y, scale, shift = data
+        with rx.GradientTape() as tape:
+            loss = rx.nn.compute_average_loss(ops.mean(ops.square(self(x) * scale + shift - y), axis=-1))
+        variables = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        return {"total": loss}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("strategy", ["outside", "mirrored_2"])
+def test_a_step_gets_its_data_as_it_is(strategy):
+    """In TensorFlow, too, a step that unpacks its data itself may take any number of arrays."""
+    rng = np.random.default_rng(0)
+    arrays = tuple(rng.normal(size=(8, 2)).astype(np.float32) for _ in range(4))
+    losses = []
+    for is_built in (True, False):
+        keras.utils.set_random_seed(0)
+        with scope_of(strategy):
+            model = OfFour()
+            model.compile(keras.optimizers.Adam(0.1))
+        if is_built:
+            model(arrays[0])
+        batches = (tuple(array[i : i + 4] for array in arrays) for i in (0, 4))
+        losses += model.fit(batches, steps_per_epoch=2, verbose=0, shuffle=False).history["total"]
+        assert model.optimizer.iterations.value == 2
+        assert len(model.optimizer.variables) == 2 + 2 * 2
+    assert losses[0] == losses[1]

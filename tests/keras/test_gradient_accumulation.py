@@ -13,7 +13,7 @@ import pytest
 
 import replicax as rx
 from checks import message
-from replicax._src.keras import accumulation
+from replicax._src.keras import gradient_accumulation
 
 CPUS = [f"cpu:{i}" for i in range(4)]
 ROWS, TOKENS = 29, 6
@@ -139,7 +139,7 @@ def test_ways_to_train(num_replicas, strategy_options, options):
 def test_without_the_weights_the_numbers_differ(monkeypatch):
     """The case is one that Keras alone gets wrong."""
 
-    monkeypatch.setattr(accumulation, "_factors", lambda optimizer: None)
+    monkeypatch.setattr(gradient_accumulation, "_factors", lambda optimizer: None)
     got = fitted(rx.MirroredStrategy(CPUS[:1]), 8, 4)
     expected = on_one_device(True, False, "sum_over_batch_size")
     assert max(np.abs(one - other).max() for one, other in zip(got, expected, strict=True)) > 1e-3
@@ -181,14 +181,14 @@ def of_accumulate(model, optimizer):
 
 
 @pytest.mark.parametrize("step_of", [of_average_loss, of_accumulate])
-def test_a_loop_with_uneven_micro_batches(step_of):
-    expected = looped(rx.OneDeviceStrategy("cpu:0"), [ROWS], None, of_average_loss)
-    assert_equal(looped(rx.MirroredStrategy(CPUS), [13, 8, 3, 5], 4, step_of), expected)
+def test_a_loop_with_uneven_micro_batches_and_two_accumulations_the_second_of_which_starts_afresh(step_of):
+    expected = on_one_device_in_a_loop()
+    assert_equal(looped(rx.MirroredStrategy(CPUS), [13, 5, 2, 9], 2, step_of), expected)
 
 
-def test_two_accumulations_start_afresh():
-    expected = looped(rx.OneDeviceStrategy("cpu:0"), [18, 11], None, of_average_loss)
-    assert_equal(looped(rx.MirroredStrategy(CPUS[:2]), [13, 5, 2, 9], 2, of_average_loss), expected)
+@functools.cache
+def on_one_device_in_a_loop():
+    return looped(rx.OneDeviceStrategy("cpu:0"), [18, 11], None, of_average_loss)
 
 
 def test_several_losses_with_masks_have_no_single_count():
@@ -337,24 +337,24 @@ class Interrupt(keras.callbacks.Callback):
         raise KeyboardInterrupt
 
 
-def small_batches(model, way):
-    """Trains on four small batches, one of them in another way."""
+def small_batches(model, ways):
+    """Trains on four small batches, each in its way."""
     x, y = IDS.astype("f"), Y[:, 0]
-    for start, stop in [(0, 8), (8, 16), (16, 24), (24, 29)]:
+    for (start, stop), way in zip([(0, 8), (8, 16), (16, 24), (24, 29)], ways, strict=True):
         rows = x[start:stop], y[start:stop]
         options = {"batch_size": 8, "shuffle": False, "verbose": 0}
-        if start == 8 and way == "train_on_batch":
+        if way == "train_on_batch":
             model.train_on_batch(*rows)
-        elif start == 8 and way == "interrupted":
+        elif way == "interrupted":
             with pytest.raises(KeyboardInterrupt):
                 model.fit(x[start:], y[start:], callbacks=[Interrupt()], **options)
-        elif start == 8 and way == "outside":
+        elif way == "outside":
             parts = [v.value for v in model.trainable_variables]
             loss = functools.partial(stateless_loss, model, rows)
-            model.optimizer.accumulated_count.assign_add(8)
+            model.optimizer.accumulated_count.assign_add(stop - start)
             model.optimizer.apply(jax.grad(loss)(parts), model.trainable_variables)
         else:
-            model.run_eagerly = start == 8 and way == "run_eagerly"
+            model.run_eagerly = way == "run_eagerly"
             model.fit(*rows, validation_data=rows, **options)
     return [np.asarray(v.value) for v in model.weights]
 
@@ -364,11 +364,21 @@ def stateless_loss(model, rows, values):
     return jnp.mean((outputs - rows[1]) ** 2)
 
 
+WAYS = ["fit", "train_on_batch", "interrupted", "outside", "run_eagerly"]
+
+
 @pytest.mark.parametrize("style", [keras.Sequential, OwnStep])
-@pytest.mark.parametrize("way", ["fit", "train_on_batch", "interrupted", "outside", "run_eagerly"])
-def test_small_batches_of_one_accumulation_run_in_several_ways(style, way):
+@pytest.mark.parametrize(
+    "ways",
+    [
+        ["train_on_batch", "outside", "run_eagerly", "interrupted"],
+        *(pytest.param(["fit", way, "fit", "fit"], marks=pytest.mark.rest) for way in WAYS),
+    ],
+    ids=["mixed", *WAYS],
+)
+def test_small_batches_of_one_accumulation_run_in_several_ways(style, ways):
     model = half_trained(rx.MirroredStrategy(CPUS[:2]), style, stop=0)
-    assert_equal(small_batches(model, way), trained_at_once())
+    assert_equal(small_batches(model, ways), trained_at_once())
 
 
 def test_each_device_holds_one_set_of_accumulators():
@@ -424,8 +434,18 @@ PAIRS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("style", [keras.Sequential, OwnStep])
-@pytest.mark.parametrize(("one", "other"), PAIRS)
+@pytest.mark.parametrize(
+    ("one", "other", "style"),
+    [
+        *(pytest.param(*pair.values, keras.Sequential, marks=pair.marks) for pair in PAIRS),
+        *(
+            pytest.param(
+                *pair.values, OwnStep, marks=() if pair.values == ("four", "sharded") else pytest.mark.rest
+            )
+            for pair in PAIRS
+        ),
+    ],
+)
 def test_a_checkpoint_within_an_accumulation_fits_all_strategies(one, other, style, tmp_path):
     model = half_trained(STRATEGIES[one](), style)
     again = half_trained(STRATEGIES[other](), stop=0)
@@ -549,7 +569,7 @@ def test_sums_are_stored_in_all_optimizers_of_a_model():
     sums = [v for v in [*first.variables, *second.variables] if v.path.endswith("accumulator")]
     before = [np.asarray(v.value) for v in sums]
     assert all(v._value.shape == (4, *v.shape) for v in sums)
-    accumulation.add_up(model)
+    gradient_accumulation.add_up(model)
     assert all(v._value.shape == v.shape for v in sums)
     for value, v in zip(before, sums, strict=True):
         np.testing.assert_array_equal(value, v.value)

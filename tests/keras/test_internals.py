@@ -257,8 +257,8 @@ def test_module_that_keras_no_longer_has_is_an_error_that_names_it():
 
 # --- a rule over the source -----------------------------------------------------------------------------
 
-# keras_backend.py looks for an imported Keras, and must not import it.
-USERS_OF_MODULES = {"internals.py", "keras_backend.py"}
+# backend.py looks for an imported Keras, and must not import it.
+USERS_OF_MODULES = {"internals.py", "backend.py"}
 # Methods that a class of replicax overrides, or that bridge.py replaces. Keras calls them.
 HOOKS = {
     "_get_jax_state",

@@ -8,7 +8,6 @@ import pytest
 
 import replicax as rx
 from replicax.errors import LabelError
-from replicax.testing import check_against_one_device
 
 CHECKED = rx.RunOptions(check_finite=True)
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None)
@@ -46,17 +45,17 @@ def make_step(strategy, loss_of=LOSS):
 RIGHT = [0, 1, 1, 0, 1, 0]
 
 
-@pytest.mark.parametrize("labels", [[*RIGHT, 2, 1], [*RIGHT, 0, -1], [*RIGHT, 7]])
-def test_labels_outside_the_range_raise_in_a_checked_step_and_change_nothing(strategy, labels):
+def test_labels_outside_the_range_raise_in_a_checked_step_and_change_nothing(strategy):
     weights, step = make_step(strategy)
     before = weights.numpy()
-    with pytest.raises(LabelError) as caught:
-        strategy.run(step, args=(distributed(strategy, labels),), options=CHECKED)
-    text = str(caught.value)
-    wrong = next(label for label in labels if label not in (0, 1))
-    assert f"1 label(s) at {__file__}:" in text
-    assert f"outside [0, 2), for example {wrong}" in text
-    np.testing.assert_array_equal(weights.numpy(), before)
+    for labels in ([*RIGHT, 2, 1], [*RIGHT, 0, -1], [*RIGHT, 7]):
+        with pytest.raises(LabelError) as caught:
+            strategy.run(step, args=(distributed(strategy, labels),), options=CHECKED)
+        text = str(caught.value)
+        wrong = next(label for label in labels if label not in (0, 1))
+        assert f"1 label(s) at {__file__}:" in text
+        assert f"outside [0, 2), for example {wrong}" in text
+        np.testing.assert_array_equal(weights.numpy(), before)
     strategy.run(step, args=(distributed(strategy, RIGHT),), options=CHECKED)
     assert np.any(weights.numpy() != before), "the next batch is right, and the program is the same"
 
@@ -113,13 +112,3 @@ def test_step_that_is_not_checked_has_no_callback(strategy):
     strategy.run(step, args=(distributed(strategy, [0, 1, 1, 2]),))
     program = strategy.parts.runner.last_launcher.program
     assert "debug_callback" not in str(program.variants[0].jaxpr)
-
-
-def test_comparison_with_one_device_remarks_on_the_labels(strategy):
-    _, step = make_step(strategy)
-    report = check_against_one_device(step, batch_of([*RIGHT, 2, 3]), strategy)
-    assert report.ok, "one device computes the same"
-    (told,) = report.remarks
-    assert told.startswith(f"2 label(s) at {__file__}:")
-    assert f"Note: {told}" in str(report)
-    assert not check_against_one_device(step, batch_of(RIGHT), strategy).remarks

@@ -10,32 +10,8 @@ import pytest
 
 import replicax as rx
 from checks import assert_close, message
+from decoders import LENGTH, TOKENS, WIDTH, decoder, for_model
 from replicax.errors import InvalidArgumentError
-
-TOKENS, LENGTH, WIDTH = 64, 6, 16
-
-
-def for_model(model, devices=2):
-    return rx.experimental.layouts.for_model(model, devices_per_replica=devices)
-
-
-def decoder(heads=4, key_value_heads=2, num_blocks=1):
-    """A transformer with the layers of keras_hub's decoders: grouped attention, a gate, an embedding that is its own
-    reverse."""
-    keras.utils.set_random_seed(0)
-    ids = keras.Input((LENGTH,), dtype="int32")
-    embedding = keras.layers.ReversibleEmbedding(TOKENS, WIDTH, name="token_embedding")
-    x = embedding(ids)
-    for number in range(num_blocks):
-        names = {name: f"block_{number}_{name}" for name in ("attention", "up", "gate", "down")}
-        normed = keras.layers.LayerNormalization()(x)
-        attention = keras.layers.GroupQueryAttention(8, heads, key_value_heads, name=names["attention"])
-        x = x + attention(normed, normed, use_causal_mask=True)
-        normed = keras.layers.LayerNormalization()(x)
-        hidden = keras.layers.Dense(32, name=names["up"])(normed)
-        hidden = hidden * keras.layers.Dense(32, activation="silu", name=names["gate"])(normed)
-        x = x + keras.layers.Dense(WIDTH, name=names["down"])(hidden)
-    return keras.Model(ids, embedding(x, reverse=True))
 
 
 def mlp():
@@ -200,21 +176,6 @@ def test_training_with_the_layouts_equals_one_device_and_takes_little_more_than_
     variables = [*model.variables, *model.optimizer.variables]
     held = sum(variable.value.addressable_shards[0].data.nbytes for variable in variables)
     assert held <= 1.06 * sum(variable.value.nbytes for variable in variables) / 8
-
-
-@pytest.mark.rest
-def test_the_devices_of_a_replica_exchange_only_sums():
-    """Layouts that do not fit together would need gathers or all-to-alls of activations."""
-    layout_map = for_model(decoder)
-    strategy = rx.MirroredStrategy(devices_per_replica=2, layout_map=layout_map, shard_state="all")
-    with strategy.scope():
-        model = decoder()
-        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    ids = np.zeros((16, LENGTH), np.int32)
-    plan = strategy.plan(model.fit, args=(ids, ids), kwargs={"batch_size": 16})
-    within = [one.kind for one in plan.compiled if "logical" in one.axes]
-    assert set(within) == {"all-reduce"}
-    assert not any(len(one.axes) > 1 for one in plan.compiled)
 
 
 # --- what is wrong -------------------------------------------------------------------------------------

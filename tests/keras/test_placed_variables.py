@@ -13,7 +13,7 @@ STRATEGIES = {
     "mirrored": (lambda: rx.MirroredStrategy(["cpu:0", "cpu:1"]), {0, 1}),
     "central_storage": (lambda: rx.CentralStorageStrategy(["cpu:0", "cpu:1"], "cpu:2"), {2}),
     "central_storage_of_one": (lambda: rx.experimental.CentralStorageStrategy(["cpu:1"]), {1}),
-    "tpu": (lambda: rx.TPUStrategy(), set(range(8))),
+    "tpu": (lambda: rx.TPUStrategy(rx.cluster_resolver.TPUClusterResolver("local")), set(range(8))),
 }
 
 
@@ -100,12 +100,13 @@ def test_a_metric_takes_the_results_of_each_replica(placed):
 
 
 def test_layouts_stay():
-    topology = rx.tpu.experimental.initialize_tpu_system()
+    resolver = rx.cluster_resolver.TPUClusterResolver("local")
+    topology = rx.tpu.experimental.initialize_tpu_system(resolver)
     assignment = rx.tpu.experimental.DeviceAssignment.build(
         topology, computation_shape=[1, 1, 1, 2], num_replicas=4
     )
     strategy = rx.TPUStrategy(
-        experimental_device_assignment=assignment, layout_map={"kernel": (None, "logical")}
+        resolver, experimental_device_assignment=assignment, layout_map={"kernel": (None, "logical")}
     )
     with strategy.scope():
         layer = keras.layers.Dense(8)

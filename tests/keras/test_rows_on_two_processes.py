@@ -16,7 +16,7 @@ import pytest
 from packaging.version import Version
 
 from checks import path_of_programs, xla_flags
-from replicax._src.cluster.layout import free_ports
+from replicax._src.cluster.machine_layout import free_ports
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.rest]
 LIMIT_S = 90
@@ -50,11 +50,13 @@ class Program:
     def printed(self):
         """The line of the program, as soon as it is there; the process may wait after it."""
         deadline = time.monotonic() + LIMIT_S
-        while not (found := PRINTED.search(self.text())):
+        while True:
+            is_over = self.process.poll() is not None  # first: it may print and end meanwhile
+            if found := PRINTED.search(self.text()):
+                return found[0]
+            assert not is_over, self.text()
             assert time.monotonic() < deadline, self.text()
-            assert self.process.poll() is None, self.text()
             time.sleep(0.1)
-        return found[0]
 
     def end(self):
         self.process.kill()

@@ -194,23 +194,3 @@ def test_loaded_weights_stay_sharded(tmp_path):
     assert_close([np.asarray(v.value) for v in model.variables], values, 0)
     kernels = [model.layers[0].kernel, model.layers[1].kernel]
     assert bytes_on(3, kernels) == bytes_divided(kernels, 4)
-
-
-def test_steps_gather_variables_but_no_activations():
-    strategy = rx.MirroredStrategy(CPUS[:4], shard_state="all")
-    with strategy.scope():
-        model = keras.Sequential(
-            [keras.Input((64,)), layers.Dense(256, "relu"), layers.Dense(256), layers.Dense(18)]
-        )
-        model.compile(keras.optimizers.SGD(momentum=0.9), "mse")
-    data = (np.zeros((ROWS, 64), np.float32), np.zeros((ROWS, 18), np.float32))
-    # With so few rows, a partitioner would rather move the activations.
-    plan = strategy.plan(model.fit, data, {"batch_size": 8}, topology="cpu:4")
-    held = {array.name: array.device_bytes for array in plan.arrays if array.role == "variable"}
-    for variable in [*model.variables, *model.optimizer.variables]:
-        assert held[variable.path] == bytes_divided([variable], 4), variable.path
-    gathered = [c.bytes * c.count for c in plan.compiled if c.kind == "all-gather"]
-    divided = [v for v in model.trainable_variables if bytes_divided([v], 4) < bytes_divided([v], 1)]
-    assert len(divided) == 5
-    assert sum(gathered) == bytes_divided(divided, 1)
-    assert {c.kind for c in plan.compiled} == {"all-gather", "all-reduce"}

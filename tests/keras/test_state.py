@@ -51,6 +51,17 @@ def test_moving_statistics_are_the_mean_of_the_replicas_updates():
     np.testing.assert_allclose(inference[1], layer(data[0][1], training=False), rtol=1e-5, atol=1e-6)
 
 
+def test_moving_statistics_of_uneven_replicas_are_weighted_by_their_rows():
+    with strategy().scope():
+        layer = layers.BatchNormalization(momentum=0.5)
+        layer.build((None, 3))
+    rows = np.random.default_rng(0).normal(size=(7, 3)).astype("float32")
+    strategy().run(lambda x: layer(x, training=True), args=(per_replica(rows[:5], rows[5:]),))
+    variance = (5 * rows[:5].var(axis=0) + 2 * rows[5:].var(axis=0)) / 7
+    np.testing.assert_allclose(layer.moving_mean.value, 0.5 * rows.mean(axis=0), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(layer.moving_variance.value, 0.5 + 0.5 * variance, rtol=1e-5)
+
+
 def test_statistics_that_are_the_same_are_not_communicated():
     with strategy().scope():
         layer = layers.Layer()

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import replicax as rx
-from replicax._src import errors as rx_errors
 from replicax._src.lowering import eager
+from replicax._src.vocabulary import errors as rx_errors
 
 EAGER = rx.RunOptions(eager=True)
 

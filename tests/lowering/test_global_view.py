@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from checks import examples
 from replicax._src.devices.topology import Topology
-from replicax._src.lowering.batch import Batch
+from replicax._src.lowering.batch import DatasetBatch
 from replicax._src.lowering.global_view import GlobalStep
 from replicax._src.lowering.held_state import HeldState
 
@@ -43,7 +43,7 @@ def batch_of(rows, seed=0):
 def run(step, state, held, *batches, capacity=1):
     """One call with batches of one form; returns the outputs and the state afterwards."""
     groups = held.hold(state)
-    batches = [Batch(batch) for batch in batches]
+    batches = [DatasetBatch(batch) for batch in batches]
     program = step.program(held, batches[0], capacity)
     held.adopt(program.written, lambda: [None] * sum(map(len, groups)))
     return program(held, batches), groups
@@ -116,7 +116,7 @@ def test_rows_are_split_over_the_devices():
 def test_unchanged_arrays_are_not_outputs():
     step, held = made(2)
     groups = held.hold(new_state())
-    program = step.program(held, Batch(batch_of(4)), 1)
+    program = step.program(held, DatasetBatch(batch_of(4)), 1)
     assert program.written == [0, 2]
     run(step, groups, held, batch_of(4))
     fixed = held.values()[1]
@@ -200,7 +200,7 @@ def test_a_step_that_cannot_be_traced_leaves_the_state():
     step, held = made(2)
     groups = held.hold(new_state())
     with pytest.raises(TypeError):
-        step.program(held, Batch({"x": np.zeros((4, 2), "float32"), "scale": np.float32(1)}), 1)
+        step.program(held, DatasetBatch({"x": np.zeros((4, 2), "float32"), "scale": np.float32(1)}), 1)
     np.testing.assert_array_equal(held.values()[0], np.zeros(3))
     run(step, groups, held, batch_of(4))
 
@@ -214,7 +214,7 @@ def test_weakly_typed_results_do_not_compile_again():
     groups = new_state()
     for _ in range(3):
         _, groups = run(global_step, groups, held, np.ones((4, 2), "float32"))
-    program = global_step.program(held, Batch(np.ones((4, 2), "float32")), 1)
+    program = global_step.program(held, DatasetBatch(np.ones((4, 2), "float32")), 1)
     assert program._compiled._cache_size() == 1
 
 
@@ -232,6 +232,6 @@ def test_convolutions_are_not_looped_over_on_cpu():
     batches = [np.full((3, 4, 1), i, "float32") for i in range(3)]
     outputs, groups = run(global_step, new_state(), held, *batches, capacity=8)
     assert len(outputs) == 3
-    program = global_step.program(held, Batch(batches[0]), 8)
-    assert program is global_step.program(held, Batch(batches[0]), 1)
+    program = global_step.program(held, DatasetBatch(batches[0]), 8)
+    assert program is global_step.program(held, DatasetBatch(batches[0]), 1)
     np.testing.assert_allclose(next(iter(groups[0])), np.full(3, float(sum(outputs))))

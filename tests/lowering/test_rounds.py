@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from replicax._src import jax_compat
 from replicax._src.collectives.in_replica import Packing
-from replicax._src.lowering.rounds import in_rounds
+from replicax._src.jax_internals import jax_compat
+from replicax._src.lowering.combined_sums import in_rounds
 
 PACKING = Packing(2**20)
 X = np.arange(8, dtype="float32").reshape(4, 2)

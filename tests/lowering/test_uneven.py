@@ -13,7 +13,7 @@ from keras import layers
 
 import replicax as rx
 from checks import examples
-from replicax._src.errors import DivergenceError, StructureError
+from replicax._src.vocabulary.errors import DivergenceError, StructureError
 
 SIZES = [(3, 2), (2, 1), (1, 0), (3, 2, 2, 2), (2, 2, 2, 1), (1, 0, 0, 0)]
 

@@ -9,7 +9,7 @@ import pytest
 
 import replicax as rx
 from checks import assert_close, tpu_strategy
-from replicax._src import jax_compat
+from replicax._src.jax_internals import jax_compat
 from replicax._src.lowering import whole_operations
 
 pytestmark = pytest.mark.rest

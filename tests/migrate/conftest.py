@@ -1,4 +1,5 @@
-"""Lets the tests here import ``table_examples`` from this folder, which is also a script for TensorFlow."""
+"""Lets the tests here import ``migrated`` and ``table_examples`` from this folder; the second is also a script for
+TensorFlow."""
 
 import sys
 from pathlib import Path

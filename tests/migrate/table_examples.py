@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from replicax._src.migrate import table
+from replicax._migrate import table
 
 RECORDED = Path(__file__).with_name("recorded.json")
 

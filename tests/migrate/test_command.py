@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from replicax.__main__ import main
-from replicax._src.extras import EXTRAS
-from replicax._src.migrate import syntax_error
+from replicax._migrate import syntax_error
+from replicax._src.packaging.extras import EXTRAS
 
 BEFORE = "import tensorflow as tf\n\n\n@tf.function\ndef step(x):\n    return x\n"
 AFTER = "import replicax as rx\n\n\n@rx.function\ndef step(x):\n    return x\n"
@@ -140,15 +140,15 @@ def test_a_link_stays_one_and_its_file_changes_once(program, capsys):
 
 
 def test_failure_of_one_file_names_it(program, capsys, monkeypatch):
-    from replicax._src.migrate import files
+    from replicax._migrate import source_files
 
     def fails(source, *_, **__):
         if source.path.name == "net.py":
             raise RuntimeError("unheard of")
         return rewrite(source, *_, **__)
 
-    rewrite = files.rewrite
-    monkeypatch.setattr(files, "rewrite", fails)
+    rewrite = source_files.rewrite
+    monkeypatch.setattr(source_files, "rewrite", fails)
     assert main(["migrate", "--in-place", str(program)]) == 1
     assert (
         "net.py: left alone: it could not be rewritten: RuntimeError: unheard of" in capsys.readouterr().err
@@ -247,6 +247,33 @@ def test_the_last_line_says_what_the_program_needs(tmp_path, capsys, text, packa
     assert (f"`pip install {packages}`" in (tmp_path / "report.md").read_text()) == bool(packages)
 
 
+def test_moving_statistics_in_an_evaluation_are_a_line_of_the_summary(tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import tensorflow as tf\nlayer = tf.keras.layers.BatchNormalization()\n"
+        "def step(x):\n    return layer(x, training=False)\nr = strategy.run(step, args=(x,))\n"
+    )
+    main(["migrate", "--in-place", str(script)])
+    assert "reads moving statistics of BatchNormalization" in capsys.readouterr().err
+    main(["migrate", "--in-place", str(script)])
+    assert "moving statistics" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        "def call(self, x, training=False):\n    return layer(x, training=training)\napp.run(call)\n",
+        "def step(x):\n    return layer(x, training=True)  # not training=False\nstrategy.run(step, args=(x,))\n",
+        "layer(x, training=False)\nstrategy.run(lambda: x)\n",
+    ],
+)
+def test_moving_statistics_outside_of_replica_functions_are_no_line_of_the_summary(tmp_path, capsys, step):
+    script = tmp_path / "train.py"
+    script.write_text(f"import tensorflow as tf\nlayer = tf.keras.layers.BatchNormalization()\n{step}")
+    main(["migrate", "--in-place", str(script)])
+    assert "moving statistics" not in capsys.readouterr().err
+
+
 def test_int64_without_large_numbers_is_a_line_of_the_summary_and_no_mark(tmp_path, capsys):
     script, report = tmp_path / "train.py", tmp_path / "report.md"
     script.write_text("import tensorflow as tf\nlabels = tf.zeros([4], tf.int64)\n")
@@ -259,11 +286,13 @@ def test_int64_without_large_numbers_is_a_line_of_the_summary_and_no_mark(tmp_pa
 
 
 def test_each_package_of_the_last_line_is_one_of_an_extra():
-    from replicax._src.migrate import packages
+    from replicax._migrate import packages
 
     assert {extra for _, extra, _ in packages._FEATURES} <= EXTRAS.keys()
     for _, extra, names in packages._FEATURES:
         assert set(names) <= {package.name for package in EXTRAS[extra]}
+    needs_all = {extra: names for _, extra, names in packages._FEATURES}["ps"]
+    assert needs_all == tuple(package.name for package in EXTRAS["ps"])
 
 
 @pytest.mark.parametrize(

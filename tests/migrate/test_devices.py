@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from checks import path_of_programs
 from migrated import becomes, marks
 
 GPUS = "import tensorflow as tf\ngpus = tf.config.list_physical_devices('GPU')\n"
@@ -61,13 +62,16 @@ PRINTED = "0.0\n3.0\n1.0\n/device:CPU:0 CPU \n/device:CPU:1 CPU \n"  # by Tensor
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.rest if number else ()) for number, name in enumerate(PROGRAMS)],
+)
 def test_devices_are_configured_after_they_were_listed(name):
     text = "import tensorflow as tf\n" + PROGRAMS[name] + END
     assert marks(text) == []
     code = becomes(text)
     assert "tensorflow" not in code
-    environment = {"JAX_PLATFORMS": "cpu", "PATH": ""}
+    environment = {"JAX_PLATFORMS": "cpu", "PATH": "", "PYTHONPATH": path_of_programs()}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.stdout == PRINTED, done.stderr
 

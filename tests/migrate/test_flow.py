@@ -3,9 +3,9 @@
 import pytest
 
 from migrated import becomes, marks, sources
-from replicax._src.migrate.decisions import decide
-from replicax._src.migrate.reach import Reach
-from replicax._src.migrate.rewrite import rewrite
+from replicax._migrate.decisions import decide
+from replicax._migrate.reach import Reach
+from replicax._migrate.rewrite import rewrite
 
 HEAD = "import tensorflow as tf\nfrom tensorflow import keras\n"
 STEP = "@tf.function\ndef step(x): return tf.square(x)\n"
@@ -61,6 +61,23 @@ CHANGES = [
     ("mean = tf.ones([3])\nds = tf.data.Dataset.range(3).map(lambda x: x - mean)\n", "def step(): return mean\n", "ops.ones"),
     # The value goes nowhere near a dataset.
     ("x = tf.ones([3])\ny = tf.square(x)\nds = tf.data.Dataset.range(3)\n", "def step(): return 1\n", "ops.square(x)"),
+    # A dataset gets a number, not the variable that it is read from; what else holds the variable changes, too.
+    ("epoch = tf.Variable(0)\nds = tf.data.Dataset.range(3).skip(int(epoch.numpy()))\n", "def step(): return 1\n",
+     "epoch = rx.Variable(0)"),
+    ("epoch = tf.Variable(0)\nn = int(epoch + 1)\nds = tf.data.Dataset.range(3).skip(n)\n", "def step(): return 1\n",
+     "epoch = rx.Variable(0)"),
+    ("size = tf.Variable([0, 1])\nds = tf.data.Dataset.range(3).batch(size.shape[0])\n", "def step(): return 1\n",
+     "size = rx.Variable([0, 1])"),
+    ("epoch = tf.Variable(0)\nsaved = tf.train.Checkpoint(epoch=epoch)\n"
+     "ds = tf.data.Dataset.range(3).skip(int(epoch))\n", "def step(): return 1\n", "rx.Checkpoint(epoch"),
+    ("saved = tf.train.Checkpoint(epoch=tf.Variable(0))\nds = tf.data.Dataset.range(3).skip(int(saved.epoch))\n",
+     "def step(): return 1\n", "rx.Checkpoint(epoch=rx.Variable(0))"),
+    ("m = tf.train.CheckpointManager(tf.train.Checkpoint(), 'a', 2)\n"
+     "ds = tf.data.Dataset.range(3).skip(int(m.latest_checkpoint[-1]))\n", "def step(): return 1\n",
+     "rx.CheckpointManager(rx.Checkpoint()"),
+    # A checkpoint saves models, too, so it never stays.
+    ("n = tf.Variable(1, dtype=tf.int64)\nds = tf.data.Dataset.range(3).map(lambda x: x + n)\n"
+     "saved = tf.train.Checkpoint(n=n)\n", "def step(): return 1\n", "rx.Checkpoint(n=n)"),
     # Methods of arrays: the value may be one of JAX.
     ("tf.compat.v1.logging.info('%f', loss.numpy())\n", "def step(): return 1\n", "'%f', np.asarray(loss)[()])"),
     ("ds = tf.data.Dataset.range(3).take(int(loss.numpy()))\n", "def step(): return 1\n", "int(np.asarray(loss)[()])"),

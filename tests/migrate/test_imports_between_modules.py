@@ -1,6 +1,6 @@
 """Names from another module of the program: by `import *`, or because that module imports them itself."""
 
-from replicax._src.migrate.files import find_files, migrate
+from replicax._migrate.source_files import find_files, migrate
 
 
 def migrated(folder, **texts):

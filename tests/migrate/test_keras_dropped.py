@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from migrated import becomes, marks, rewritten
-from replicax._src.migrate.keras_dropped import arguments_of_keras_2, dropped_by_keras
+from replicax._migrate.keras_dropped import arguments_of_keras_2, dropped_by_keras
 
 DROPPED = dropped_by_keras()
 ARGUMENTS = arguments_of_keras_2()

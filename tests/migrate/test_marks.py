@@ -3,7 +3,7 @@
 import pytest
 
 from migrated import becomes, marks, rewritten
-from replicax._src.migrate.files import find_files, migrate
+from replicax._migrate.source_files import find_files, migrate
 
 HEAD = "import tensorflow as tf\nimport numpy as np\nimport time\nstrategy = tf.distribute.get_strategy()\n"
 
@@ -46,7 +46,7 @@ RUN = "strategy.run(step, args=(x,))\n"
         ("v = tf.Variable(0.0)\ndef step(x):\n  v.assign_add(x)\n" + RUN, "scope"),
         ("x = tf.ones((2,), tf.int64)\nx *= 0x9E3779B1\n", "int64"),
         (
-            "try:\n  r = tf.distribute.cluster_resolver.TPUClusterResolver()\nexcept ValueError:\n  pass\n",
+            "try:\n  r = tf.distribute.cluster_resolver.TPUClusterResolver('local')\nexcept Exception:\n  pass\n",
             "fallback",
         ),
         ("s = tf.distribute.MirroredStrategy()\no = tf.keras.optimizers.Adam(clipnorm=1.0)\n", "clipping"),
@@ -60,6 +60,18 @@ RUN = "strategy.run(step, args=(x,))\n"
         ("def train(x):\n  with tf.GradientTape() as tape:\n    print(x)\ntrain(1)\n", "tape"),
         ("def loss(x):\n  print(x)\nwith tf.GradientTape() as tape:\n  loss(x)\n", "side effect"),
         ("@tf.function\ndef step(x):\n  if tf.reduce_any(x):\n    x = 1\n  return x\n", "condition"),
+        (
+            "class S(tf.keras.optimizers.schedules.LearningRateSchedule):\n  def __call__(self, step):\n    return 1.0 if step < 3 else 2.0\n",
+            "condition",
+        ),
+        (
+            "class S(tf.keras.optimizers.schedules.LearningRateSchedule):\n  def __call__(self, step):\n    number = tf.cast(step, tf.float32)\n    if number < 3: return 1.0\n",
+            "condition",
+        ),
+        (
+            "class S(tf.keras.optimizers.schedules.LearningRateSchedule):\n  def __call__(self, step):\n    number = float(step)\n    if number < 3: return 1.0\n",
+            "condition",
+        ),
         ("@tf.function\ndef step(x):\n  y = tf.reduce_sum(x)\n  while y > 0:\n    y = 0\n", "condition"),
         (
             "@tf.function(input_signature=[tf.TensorSpec((None, None), tf.int32)])\ndef step(x): pass\n",
@@ -101,10 +113,15 @@ def test_marked_code(text, rule):
         "@tf.function\ndef step(x):\n  print('tracing')\n" + RUN,
         "def step(x):\n  local = []\n  local.append(x)\n" + RUN,
         "print('host')\n",
+        "class S(tf.keras.optimizers.schedules.LearningRateSchedule):\n  def __call__(self, step):\n    if self.steps > 3: return 1.0\n    return step\n",
+        "class S(tf.keras.optimizers.schedules.LearningRateSchedule):\n  def __call__(self, step):\n    if step is None: return 1.0\n    return step\n",
         "with strategy.scope():\n  v = tf.Variable(0.0)\ndef step(x):\n  v.assign_add(x)\n" + RUN,
         "v = tf.Variable(0.0)\nprint(v)\n",
         "tf.data.Dataset.range(3).map(lambda x: tf.cast(x, tf.int64))\n",
-        "r = tf.distribute.cluster_resolver.TPUClusterResolver()\n",
+        "r = tf.distribute.cluster_resolver.TPUClusterResolver('local')\n",
+        "try:\n  r = tf.distribute.cluster_resolver.TPUClusterResolver()\nexcept ValueError:\n  pass\n",
+        "try:\n  r = tf.distribute.cluster_resolver.TPUClusterResolver(tpu='')\nexcept ValueError:\n  pass\n",
+        "try:\n  r = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=address)\nexcept ValueError:\n  pass\n",
         "s = tf.distribute.MirroredStrategy()\no = tf.keras.optimizers.Adam(clipnorm=None)\n",
         "s = tf.distribute.OneDeviceStrategy('/cpu:0')\no = tf.keras.optimizers.Adam(clipnorm=1.0)\n",
         "labels = tf.ones((2,), tf.int64)\nx = 2**30 + 0x7FFFFFFF + (1 << 5)\n",
@@ -131,6 +148,73 @@ def test_unmarked_code(text):
         "condition",
         "integers",
     } & set(rules(text))
+
+
+TAPE = "@tf.function\ndef step(x):\n  with tf.GradientTape() as t: y = f(x)\n  grads = t.gradient(y, vs)\n"
+EMBEDDING = "layer = tf.keras.layers.Embedding(3, 2)\n"
+CLIP = "  grads, _ = tf.clip_by_global_norm(grads, 1.0)\n"
+EACH = "  grads = [tf.clip_by_norm(g, 1.0) for g in grads]\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        EMBEDDING + TAPE + CLIP,
+        EMBEDDING + TAPE + EACH,
+        EMBEDDING + TAPE + "  grads = [tf.clip_by_norm(g, 1.0) if g is not None else None for g in grads]\n",
+        EMBEDDING + TAPE + "  return tf.linalg.global_norm(grads)\n",
+        EMBEDDING
+        + TAPE
+        + "  return tf.compat.v1.global_norm(grads), tf.compat.v1.clip_by_norm(grads[0], 1.0)\n",
+        EMBEDDING + TAPE + "  pairs = [(tf.clip_by_value(g, -1.0, 1.0), v) for g, v in zip(grads, vs)]\n",
+        EMBEDDING
+        + TAPE
+        + "  for g, v in zip(grads, vs): o.apply_gradients([(tf.clip_by_norm(g, 1.0), v)])\n",
+        EMBEDDING + TAPE + "  grads = tf.distribute.get_replica_context().all_reduce('SUM', grads)\n" + CLIP,
+        EMBEDDING
+        + "def clip(values): return tf.clip_by_global_norm(values, 1.0)[0]\n"
+        + TAPE
+        + "  return clip(grads)\n",
+        EMBEDDING + "def clip(gradients): return tf.clip_by_global_norm(gradients, 1.0)[0]\n",
+        "class E(tf.keras.layers.Embedding): pass\n" + TAPE + CLIP,
+        "table = tf.Variable(tf.ones([3, 2]))\ndef f(x): return tf.gather(table, x)\n" + TAPE + CLIP,
+        "table = tf.Variable(tf.ones([3, 2]))\ndef f(x): return tf.gather(table.read_value(), x, axis=0)\n"
+        + TAPE
+        + CLIP,
+        "table = tf.Variable(tf.ones([3, 2]))\ndef f(x): return tf.gather_nd(table, x)\n" + TAPE + CLIP,
+        "def f(x, table): return tf.nn.embedding_lookup(table, x)\n" + TAPE + CLIP,
+        "class L(tf.keras.layers.Layer):\n  def build(self, shape): self.table = self.add_weight(shape=(3, 2))\n"
+        "  def call(self, x): return tf.gather(self.table, x)\n" + TAPE + CLIP,
+    ],
+)
+def test_a_clipped_gradient_of_a_table_that_is_looked_up_is_marked_once(text):
+    assert rules(text).count("clipping") == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        TAPE + CLIP + EACH,
+        "layer = tf.keras.layers.Embedding(3, 2, trainable=False)\n" + TAPE + CLIP,
+        EMBEDDING + TAPE + "  grads = [tf.convert_to_tensor(g) for g in grads]\n" + CLIP,
+        EMBEDDING + TAPE + "  grads = [tf.clip_by_norm(tf.convert_to_tensor(g), 1.0) for g in grads]\n",
+        EMBEDDING + TAPE + "  return tf.clip_by_value(x, 0.0, 1.0), tf.clip_by_norm(x * grads[0], 1.0)\n",
+        EMBEDDING + TAPE + "  for v in vs: v.assign(tf.clip_by_value(v, -0.01, 0.01))\n",
+        EMBEDDING + "ds = tf.data.Dataset.range(3).map(lambda grad: tf.clip_by_value(grad, 0, 1))\n",
+        "table = tf.Variable(tf.ones([3, 2]), trainable=False)\ndef f(x): return tf.gather(table, x)\n" + TAPE + CLIP,
+        "table = tf.constant([1.0])\ndef f(x): return tf.nn.embedding_lookup(table, x)\n" + TAPE + CLIP,
+        "w = tf.Variable(tf.ones([3, 2]))\ndef f(x):\n  y = tf.matmul(x, w)\n  return tf.gather(y, x)\n" + TAPE + CLIP,
+        "class L(tf.keras.layers.Layer):\n  def build(self, shape): self.table = self.add_weight(shape=(3, 2))\n"
+        "  def call(self, x): return tf.nn.embedding_lookup(self.table, x)\n"
+        "  def logits(self, x): return tf.matmul(x, self.table, transpose_b=True)\n" + TAPE + CLIP,
+        "w = tf.Variable(tf.ones([3, 2]))\ndef f(x): return tf.gather(w, x, axis=1)\n" + TAPE + CLIP,
+        "w = tf.Variable(tf.ones([3, 2]))\ndef f(x): return tf.gather(w * 2, x)\n" + TAPE + CLIP,
+        "w = tf.Variable(tf.ones([3, 2]))\nds = tf.data.Dataset.range(3).map(lambda x: tf.nn.embedding_lookup(w, x))\n"
+        + TAPE + CLIP,
+    ],
+)  # fmt: skip
+def test_other_clipping_is_not_marked(text):
+    assert "clipping" not in rules(text)
 
 
 @pytest.mark.parametrize(
@@ -289,3 +373,19 @@ def test_numbers_of_python_are_not_marked():
     text = "import tensorflow as tf\ndef rate(step):\n    if float(step) < 3: return 1.0\n    return 2.0\n"
     assert marks(text) == []
     assert marks("import tensorflow as tf\ntf.compat.v1.train.MomentumOptimizer(flags.rate, 0.9)\n") == []
+
+
+def test_texts_for_a_model_are_marked():
+    """StringLookup in a model runs in TensorFlow only, and Keras on JAX ends in an error without its line."""
+    text = "import tensorflow as tf\nx = tf.keras.Input((1,), dtype={})\nm = tf.keras.Model(x, x)\n"
+    assert ("text", 2) in marks(text.format("'string'") + "m.fit(y)\n")
+    assert ("text", 2) in marks(text.format("tf.string") + "m.fit(y)\n")
+    assert marks(text.format("'int32'") + "m.fit(y)\n") == []
+    lambda_ = "import tensorflow as tf\nf = lambda a: tf.constant(a.tolist()) if a.dtype == {} else tf.constant(a)\n"
+    assert marks(lambda_.format("object")) == [("text", 2)]
+    assert marks(lambda_.format("float")) == []
+    kind = "import tensorflow as tf\nf = lambda a: tf.constant(a.tolist()) if a.dtype.kind {} else tf.constant(a)\n"
+    assert [marks(kind.format(test)) for test in ("== 'U'", "in 'SU'", "in ('O', 'U')")] == [
+        [("text", 2)]
+    ] * 3
+    assert [marks(kind.format(test)) for test in ("== 'f'", "in 'iu'", "in ('i', 'u')")] == [[]] * 3

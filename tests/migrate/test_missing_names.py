@@ -1,9 +1,9 @@
-"""A name of TensorFlow that replicax, JAX or Keras does not have: the error, or its note, says what to write."""
+"""Errors of replicax, JAX and Keras for a name of TensorFlow say what the table says to write."""
 
-import importlib
 import subprocess
 import sys
-import traceback
+import threading
+import types
 
 import jax.numpy as jnp
 import keras
@@ -12,31 +12,14 @@ import pytest
 
 import replicax as rx
 from checks import message
-from replicax._src.migrate import missing_names, table
-
-MODULES = (
-    "replicax",
-    "replicax.config",
-    "replicax.data",
-    "replicax.experimental",
-    "replicax.nn",
-    "replicax.keras",
-)
+from noted_errors import Shell, note_of
+from replicax._migrate import table
+from replicax._src.diagnostics import missing_names
 
 
 @pytest.fixture
 def strategy():
     return rx.MirroredStrategy(["cpu:0", "cpu:1"])
-
-
-def note_of(call):
-    """The notes of the AttributeError that ``call`` raises."""
-    with pytest.raises(AttributeError) as caught:
-        call()
-    return " ".join(getattr(caught.value, "__notes__", ()))
-
-
-# --- modules and classes of replicax ------------------------------------------------------------------------------
 
 
 def test_a_name_of_tensorflow_below_rx_names_its_replacement():
@@ -66,6 +49,25 @@ def test_a_name_of_tensorflow_below_rx_names_its_replacement():
         message(AttributeError, call, said)
 
 
+def test_an_import_of_a_name_of_tensorflow_says_what_to_write():
+    for statement, said in (
+        (
+            "from replicax import distribute",
+            "Write rx in place of tf.distribute. Import it with: import replicax as rx.",
+        ),
+        ("from replicax.data import AUTOTUNE", "leave it out"),
+        ("from replicax.nn import relu", "Write jax.nn.relu in place of tf.nn.relu."),
+    ):
+        error = message(ImportError, lambda s=statement: exec(s, {}), said)
+        assert error.startswith(f"cannot import name {statement.split()[-1]!r} from 'replicax")
+    error = message(
+        ImportError, lambda: exec("from replicax import MirroredStratgy", {}), "cannot import name"
+    )
+    assert "tf." not in error
+    with pytest.raises(AttributeError):  # which hasattr and getattr with a default catch
+        _ = rx.distribute
+
+
 def test_every_name_of_the_table_below_a_module_of_replicax_has_a_sentence():
     """Except names that replicax has, and those that the table leaves to TensorFlow without a word."""
     silent = []
@@ -77,33 +79,6 @@ def test_every_name_of_the_table_below_a_module_of_replicax_has_a_sentence():
         if said is None and (row.kind != "keep" or row.note) and (row.with_keras or row.write or row.note):
             silent.append(row.name)
     assert not silent
-
-
-@pytest.mark.parametrize("path", MODULES)
-def test_the_traceback_of_a_missing_name_ends_at_the_users_line(path):
-    with pytest.raises(AttributeError) as caught:
-        importlib.import_module(path).no_such_name
-    assert traceback.extract_tb(caught.value.__traceback__)[-1].filename == __file__
-
-
-@pytest.mark.parametrize("path", MODULES)
-def test_a_misspelt_name_is_no_name_of_tensorflow(path):
-    module = importlib.import_module(path)
-    said = message(AttributeError, lambda: module.MirroredStrategie, f"module {path!r} has no attribute")
-    assert "tf." not in said
-    assert not hasattr(module, "__wrapped__")
-
-
-def test_an_unknown_private_name_reads_no_table():
-    script = (
-        "import sys, replicax as rx\n"
-        "print(hasattr(rx, '__path_of__'), 'replicax._src.migrate.table' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert done.stdout.split() == ["False", "False"], done.stderr
-
-
-# --- values and modules of JAX and Keras ----------------------------------------------------------------------------
 
 
 def test_numpy_of_a_value_in_a_step_says_what_to_write_and_where(strategy):
@@ -142,25 +117,6 @@ def test_methods_of_tensorflows_values_are_named_in_a_scope(strategy):
         (lambda: jnp.reduce_mean(x), "Write keras.ops.mean in place of tf.reduce_mean."),
     ):
         assert said in note_of(lambda call=call: in_scope(call))
-
-
-def test_objects_of_users_get_no_note(strategy):
-    class Own:
-        pass
-
-    def step(x):
-        return Own().numpy() + x
-
-    assert not note_of(lambda: strategy.run(step, args=(jnp.ones(()),)))
-
-    class Net(keras.Model):
-        def rate(self):
-            return self.lr  # which optimizers had
-
-    with strategy.scope():
-        model = Net()
-    assert not note_of(lambda: strategy.run(lambda x: x * model.rate(), args=(jnp.ones(()),)))
-    assert not note_of(lambda: strategy.run(lambda x: x.no_such_name, args=(jnp.ones(()),)))
 
 
 def test_compiled_loss_in_a_train_step_says_what_to_write(strategy):
@@ -212,8 +168,6 @@ def test_a_callback_of_fit_that_uses_numpy_is_named(strategy):
     assert note.count("Write np.asarray(jnp.asarray(1.0))[()]") == 1
 
 
-# --- errors that end the program ----------------------------------------------------------------------------------
-
 UNCAUGHT = """
 import sys
 before = sys.excepthook
@@ -238,45 +192,45 @@ def test_numpy_of_a_result_outside_of_the_step_is_named_where_it_ends_the_progra
     assert note == "Write np.asarray(loss)[()] in place of loss.numpy()."
 
 
-WITHOUT_PARENTHESES = """
-import replicax as rx
-strategy = rx.MirroredStrategy(["cpu:0"])
-with strategy.scope:
-    pass
-"""
+def test_numpy_of_a_result_is_named_in_a_program_without_a_source():
+    """As ``python -c`` and programs on standard input, whose lines Python does not know."""
+    for command, given in (([sys.executable, "-c", UNCAUGHT], None), ([sys.executable, "-"], UNCAUGHT)):
+        done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=120)
+        error, note = done.stderr.splitlines()[-2:]
+        assert error.endswith("object has no attribute 'numpy'")
+        assert note.startswith("Write np.asarray(")  # Python 3.13 knows the lines of -c
+        assert " in place of " in note
 
 
-def test_a_scope_without_parentheses_is_named_where_it_ends_the_program(tmp_path):
-    path = tmp_path / "train.py"
-    path.write_text(WITHOUT_PARENTHESES)
-    done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=120)
-    *_, error, note = done.stderr.splitlines()
-    assert error.startswith("TypeError: 'method' object does not support the context manager protocol")
-    assert note == "strategy.scope is a method. Write its parentheses: with strategy.scope():"
+@pytest.fixture
+def hooks(monkeypatch):
+    """Hooks of Python that are as a program finds them."""
+    monkeypatch.setattr(missing_names, "_hooks", [])
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
 
 
-def test_only_methods_are_said_to_lack_parentheses(strategy):
-    def note(given):
-        with pytest.raises(TypeError) as caught, strategy.scope(), given:
-            pass
-        return getattr(caught.value, "__notes__", ())
-
-    assert not note(3)
+def takes_numpy_of_a_result():
+    loss = jnp.ones(())
+    loss.numpy()
 
 
-def test_weights_and_layers_made_in_call_are_named_with_their_line(strategy):
-    class Projection(keras.layers.Layer):
-        def call(self, x):
-            return x @ self.add_weight(shape=(x.shape[-1], 2))
+NOTE = "Write np.asarray(loss)[()] in place of loss.numpy()."
 
-    class Nested(keras.layers.Layer):
-        def call(self, x):
-            self.dense = keras.layers.Dense(2)
-            return self.dense(x)
 
-    for layer in (Projection, Nested):
-        with pytest.raises(ValueError, match="Could not automatically infer") as caught, strategy.scope():
-            keras.Sequential([keras.Input((3,)), layer()])
-        (note,) = caught.value.__notes__
-        assert note.startswith(f"{layer.__name__}.call() makes a weight or a layer at test_missing_names.py:")
-        assert "self.kernel = self.add_weight(...)" in note
+def test_numpy_of_a_result_is_named_where_it_ends_a_thread(hooks, capsys):
+    missing_names.note_uncaught()
+    thread = threading.Thread(target=takes_numpy_of_a_result)
+    thread.start()
+    thread.join()
+    assert capsys.readouterr().err.endswith(f"object has no attribute 'numpy'\n{NOTE}\n")
+
+
+def test_numpy_of_a_result_is_named_where_it_ends_a_cell_of_a_notebook(hooks, monkeypatch):
+    shell = Shell()
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
+    missing_names.note_uncaught()
+    shell.run_cell(takes_numpy_of_a_result)
+    assert shell.shown[0].endswith(f"object has no attribute 'numpy'\n{NOTE}\n")
+    with pytest.raises(KeyboardInterrupt):  # of the stop button; IPython shows it itself
+        shell.run_cell(lambda: (_ for _ in ()).throw(KeyboardInterrupt))

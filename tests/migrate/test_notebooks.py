@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from replicax._src.migrate.files import File, migrate
-from replicax._src.migrate.notebooks import Notebook, NotebookError
+from replicax._migrate.notebooks import Notebook, NotebookError
+from replicax._migrate.source_files import File, migrate
 
 
 def notebook(*cells, as_text=False, indent=1, **metadata):
@@ -180,7 +180,19 @@ def test_the_rest_of_a_timed_line_is_python(tmp_path, before, after):
     assert cells_of(migrated(tmp_path, notebook("import tensorflow as tf", before)))[1] == after
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"cells": 3}', '{"worksheets": []}', '{"cells": [1]}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"cells": 3}',
+        '{"worksheets": []}',
+        '{"cells": [1]}',
+        '{"cells": ' + "[" * 300 + "]" * 300 + "}",
+        "[" * 9000,
+    ],
+)
 def test_invalid_notebooks(text):
     with pytest.raises(NotebookError, match="format 4"):
         Notebook(text)

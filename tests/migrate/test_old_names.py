@@ -3,8 +3,8 @@
 import pytest
 
 import replicax as rx
-from migrated import becomes, marks
-from replicax._src.migrate import reach, table
+from migrated import becomes, marks, rewritten
+from replicax._migrate import reach, table
 
 HEAD = "import tensorflow as tf\n"
 KERAS = "from tensorflow import keras\nimport tensorflow as tf\n"
@@ -117,3 +117,32 @@ def test_dropout_of_tensorflow_1_is_not_that_of_2():
 )
 def test_methods_that_keras_3_does_not_have_are_marked(text):
     assert [rule for rule, _ in marks(f"{KERAS}{text}\n")] == ["keras"]
+
+
+@pytest.mark.parametrize("alias", ["v1 = tf.compat.v1", "compat = tf.compat\nv1 = compat.v1"])
+def test_a_name_of_the_package_of_tensorflow_1_is_not_marked(alias):
+    """It stays while something below it stays, and goes with the last name that changes."""
+    stays = rewritten(
+        f"import tensorflow as tf\n{alias}\nwith v1.gfile.GFile('a') as f:\n  print(f.read())\n"
+    )
+    assert not stays.marks
+    assert alias in stays.code.decode()
+    goes = rewritten(f"import tensorflow as tf\n{alias}\nx = v1.to_float(3)\ny = v1.arg_max(x, 0)\n")
+    assert not goes.marks
+    assert "v1" not in goes.code.decode()
+
+
+def test_reductions_of_tensorflow_1_are_read_through_any_alias():
+    code = (
+        "import tensorflow as tf\nimport tensorflow.compat.v1 as tf1\n"
+        "a = tf1.losses.mean_squared_error(x, y, reduction=tf1.losses.Reduction.NONE)\n"
+        "b = tf.compat.v1.losses.absolute_difference(x, y, reduction=tf.compat.v1.losses.Reduction.SUM)\n"
+        "c = tf1.losses.mean_squared_error(x, y, reduction=tf1.losses.Reduction.MEAN)\n"
+    )
+    done = rewritten(code)
+    assert not done.marks
+    assert done.code.decode().splitlines()[-3:] == [
+        "a = jnp.square(y - x)",
+        "b = jnp.sum(jnp.abs(y - x))",
+        "c = jnp.mean(jnp.square(y - x))",
+    ]

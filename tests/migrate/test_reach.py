@@ -4,7 +4,7 @@ import libcst as cst
 import pytest
 
 from migrated import sources
-from replicax._src.migrate.reach import Reach
+from replicax._migrate.reach import Reach
 
 
 def contexts(**texts):

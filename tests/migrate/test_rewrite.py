@@ -1,5 +1,6 @@
 """The rewriting of programs. `idioms` has one program for each idiom, and its output with TensorFlow."""
 
+import ast
 import contextlib
 import io
 import runpy
@@ -8,14 +9,17 @@ from pathlib import Path
 import pytest
 
 from migrated import becomes, marks, rewritten, sources
-from replicax._src.migrate.decisions import decide
-from replicax._src.migrate.files import File, migrate
-from replicax._src.migrate.reach import Reach
-from replicax._src.migrate.rewrite import rewrite
+from replicax._migrate import table
+from replicax._migrate.decisions import decide
+from replicax._migrate.reach import Reach
+from replicax._migrate.rewrite import rewrite
+from replicax._migrate.source_files import File, migrate
+from replicax._migrate.templates import as_names
 
 IDIOMS = sorted(path for path in Path(__file__).with_name("idioms").iterdir() if path.is_dir())
 # These read with tf.data; tests/peers runs them with TensorFlow.
 WITH_TENSORFLOW = {
+    "checkpoint_of_a_module",
     "compat_v1_data",
     "dataset_functions",
     "loop_of_ones_own",
@@ -605,7 +609,7 @@ def test_what_has_no_counterpart_is_marked(text, rule):
         ("f = tf.nn.relu", "f = ops.relu"),
         (
             "y = tf.nn.l2_normalize(a @ b, axis=-1)",
-            "y = ops.normalize(a @ b, axis=-1, order=2, epsilon=1e-06)",
+            "y = (array := a @ b) * ops.rsqrt(ops.maximum(ops.sum(ops.square(array), axis=-1, keepdims=True), 1e-12))",
         ),
         ("y = x.dtype.as_numpy_dtype", "y = x.dtype"),
     ],
@@ -681,3 +685,67 @@ def test_sizes_that_a_replica_function_returns_are_arrays():
     assert "return y, ops.convert_to_tensor(ops.size(x)), {'n': ops.convert_to_tensor(n)}" in new
     assert "y = ops.reshape(x, [n, -1])" in new
     assert "return ops.shape(x)[0]" in new
+
+
+STEP = """\
+import tensorflow as tf
+class M(tf.keras.Model):
+    # one batch
+    def train_step(self, data):
+        return {"loss": tf.square(data)}
+m = M()
+"""
+
+
+def test_the_step_of_a_model_that_no_scope_contains_is_decorated():
+    """Keras on JAX calls a step with its state, and replicax runs it after a scope or a decorator only."""
+    after = "    # one batch\n    @rx.function\n    def train_step(self, data):\n"
+    assert after in becomes(STEP)
+    assert "rx.function" not in becomes(f"{STEP}with s.scope():\n    m.fit(x)\n")
+    assert "rx.function" not in becomes(STEP.replace("self, data", "self, state, data"))
+    assert becomes(STEP.replace("    def", "    @tf.function\n    def")).count("@rx.function") == 1
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (
+            "tf.math.reciprocal_no_nan(f(1))",
+            "jnp.where((array := f(1)) == 0, 0, 1 / jnp.where(array == 0, 1, array))",
+        ),
+        (
+            "tf.cumsum([i for i in y], exclusive=True)",
+            "jnp.cumsum((array := jnp.asarray([i for i in y])), axis=0) - array",
+        ),
+        (
+            "[tf.math.multiply_no_nan(i, f(i)) for i in y]",
+            "[jnp.where((factor := f(i)) == 0, 0, i * factor) for i in y]",
+        ),
+        (
+            "tf.math.multiply_no_nan(tf.math.multiply_no_nan(y, f(2)), f(3))",
+            "jnp.where((factor := f(3)) == 0, 0, jnp.where((factor_2 := f(2)) == 0, 0, y * factor_2) * factor)",
+        ),
+    ],
+)
+def test_an_argument_that_is_used_twice_is_evaluated_once(before, after):
+    text = "import tensorflow as tf\ndef g(y):\n    return "
+    assert becomes(f"{text}{before}\n").endswith(f"return {after}\n")
+
+
+def test_an_argument_is_marked_where_no_name_can_be_bound():
+    text = "import tensorflow as tf\ndef g(y):\n    return [i for i in tf.math.reciprocal_no_nan(f(y))]\n"
+    assert marks(text) == [("argument", 3)]
+    assert marks(
+        f"import tensorflow as tf\nclass C:\n    v = [{text.rpartition(' in ')[2][:-2]} for y in z]\n"
+    ) == [("argument", 3)]
+
+
+def test_names_are_bound_before_they_are_read():
+    """Python evaluates a template from left to right if it has no condition and no loop."""
+    unordered = (ast.IfExp, ast.BoolOp, ast.Lambda, ast.ListComp, ast.GeneratorExp)
+    for row in table.rows():
+        for template in {row.with_keras, row.without_keras, row.in_step} - {""}:
+            source, placeholders = as_names(template)
+            names = [each.parameter for each in placeholders.values()]
+            if len(names) > len(set(names)) or source.count("__given_") > len(placeholders):
+                assert not any(isinstance(node, unordered) for node in ast.walk(ast.parse(source))), template

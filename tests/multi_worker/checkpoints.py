@@ -12,7 +12,7 @@ def training(folder, num_steps, restores):
     import numpy as np
 
     import replicax as rx
-    from replicax._src.checkpoint import processes, writing
+    from replicax._src.checkpoint import agreement, writing
     from replicax.checkpoint import CheckpointError, UnsharedDirectoryError
     from replicax.errors import InvalidArgumentError
     from replicax.testing import report
@@ -102,7 +102,7 @@ def training(folder, num_steps, restores):
         except CheckpointError as error:
             report(restoring_missing=f"{type(error).__name__}: {error}")
         report(untouched=bool(optimizer.iterations.numpy() == before))
-        processes._SHARED_WITHIN_S = 0.5
+        agreement._SHARED_WITHIN_S = 0.5
         if index == 0:
             writing.write_pieces = lambda *args: (time.sleep(0.5), write_pieces(*args))[1]
         with rx.CheckpointManager(checkpoint, f"{folder}-closed") as closed:
@@ -154,12 +154,12 @@ def divided_state(folder, action, num_bytes):
     from jax.sharding import NamedSharding, PartitionSpec
 
     import replicax as rx
-    from replicax._src.checkpoint import chunks, writing
+    from replicax._src.checkpoint import array_chunks, writing
     from replicax._src.devices import topology
     from replicax.errors import ClusterFailureError
     from replicax.testing import report
 
-    chunks.CHUNK_BYTES, chunks.FILE_BYTES = 1 << 16, 1 << 19
+    array_chunks.CHUNK_BYTES, array_chunks.FILE_BYTES = 1 << 16, 1 << 19
     strategy = (
         rx.MultiWorkerMirroredStrategy() if "TF_CONFIG" in os.environ else rx.OneDeviceStrategy("cpu:0")
     )

@@ -11,7 +11,7 @@ FOLDER = str(Path(__file__).parent)
 sys.path.insert(0, FOLDER)
 
 from checks import path_of_programs
-from replicax._src.testing.fixtures import is_there
+from replicax._testing.fixtures import is_there
 from replicax.testing import LocalCluster, report  # noqa: F401
 
 
@@ -20,17 +20,17 @@ def reports_of():
     """``reports_of(program, *args, workers=2, devices=1)``: the reports of each worker, as one dict.
 
     ``chief=True`` is one more task, the first. A program on an array that spans processes fails the test if the processes
-    did not agree on its order.
+    did not agree on its order. For several programs in the same processes: ``reports_of([(program, *args), ...])``.
     """
 
     environment = {"KERAS_BACKEND": "jax", "PYTHONPATH": path_of_programs()}
 
     @functools.cache
-    def run(program, args, workers, devices, chief):
+    def run(calls, workers, devices, chief):
         with LocalCluster(
             workers, chief=chief, devices_per_worker=devices, environment=environment, timeout_s=170
         ) as cluster:
-            cluster.start(watched(program), args)
+            cluster.start(watched(calls))
             results = cluster.wait()
             results.raise_if_failed()
         left = [pid for pid in cluster.pids if is_there(pid)]
@@ -41,15 +41,18 @@ def reports_of():
             pytest.fail("\n".join(without_an_order))
         return reports
 
-    # Calls with equal arguments, after defaults, are one run.
-    return lambda program, *args, workers=2, devices=1, chief=False: run(
-        program, args, workers, devices, chief
-    )
+    def reports(program, *args, workers=2, devices=1, chief=False):
+        """Calls with equal arguments, after defaults, are one run."""
+        calls = program if isinstance(program, list) else [(program, *args)]
+        return run(tuple(calls), workers, devices, chief)
+
+    return reports
 
 
-def watched(program):
+def watched(calls):
     """The source of a program that reports programs without an order; see ``ordered_programs.py``."""
     return (
-        f"import sys\n\nsys.path.append({FOLDER!r})\nimport ordered_programs\n\n\n"
-        f"{inspect.getsource(program)}\n\n{program.__name__}(*sys.argv[1:])\n"
+        f"import sys\n\nsys.path.append({FOLDER!r})\nimport ordered_programs\n"
+        + "".join(f"\n\n{inspect.getsource(program)}" for program, *_ in calls)
+        + "".join(f"\n\n{program.__name__}(*{args!r})\n" for program, *args in calls)
     )

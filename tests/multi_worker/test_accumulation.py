@@ -1,15 +1,15 @@
 """Accumulated gradients over several processes."""
 
 import pytest
-from programs import accumulates, accumulates_in_fit
 
 from checks import assert_close
+from programs import accumulates, accumulates_in_fit
 
 pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_micro_batches_of_two_processes_equal_one_large_batch(reports_of, devices):
     for report in reports_of(accumulates, workers=2, devices=devices):
         assert_close(report["losses"], report["expected"], 1e-5)

@@ -1,10 +1,10 @@
 """Output of several processes: the first one shows progress, and values of others are shown as theirs."""
 
 import pytest
-from programs import looking
 
 from checks import path_of_programs
 from event_files import files_in, scalars_in
+from programs import looking
 from replicax.testing import LocalCluster
 
 pytestmark = pytest.mark.timeout(180)

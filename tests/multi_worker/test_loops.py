@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+
 from loops import loops, over_files, own_states
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.rest]

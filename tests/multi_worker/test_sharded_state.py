@@ -3,9 +3,9 @@ save."""
 
 import jax
 import pytest
-from programs import divided, divided_saves, looking_up_rows, restored_in_two_dimensions
 
 from checks import assert_close
+from programs import divided, divided_saves, looking_up_rows, restored_in_two_dimensions
 
 pytestmark = pytest.mark.timeout(240)
 

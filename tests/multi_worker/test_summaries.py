@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from programs import summaries
 
 import trace_files
 from event_files import files_in, scalars_in, summaries_in
+from programs import summaries
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.rest]
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from programs import on_hosts_of_a_tpu
 
 pytestmark = pytest.mark.timeout(180)

@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+
+import replicax as rx
 from parity_cases import CASES
 from parity_cases.differences import DIFFERENCES, OPEN
 from parity_cases.observing import observe, same
 from parity_cases.replicax_side import ReplicaxSide
-
-import replicax as rx
 
 CASES_IN_RECORDING = json.loads(Path(__file__).with_name("recorded.json").read_text())["cases"]
 SAME = [name for name in CASES if name not in DIFFERENCES and name not in OPEN]

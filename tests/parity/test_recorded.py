@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from parity_cases import CASES
 from parity_cases.differences import DIFFERENCES, OPEN
 from parity_cases.observing import Raised, attempt, observe, same

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tensorflow as tf
 
-from replicax._src.migrate import table
+from replicax._migrate import table
 
 MIGRATE = Path(__file__).parents[1] / "migrate"
 # TensorFlow 2.21 no longer has these, or has them only in some cases; programs still use them.

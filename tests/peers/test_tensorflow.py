@@ -7,10 +7,10 @@ import tensorflow as tf
 
 from replicax._src.devices.autoshard import AutoShardPolicy, NotEnoughFilesError, WorkerShare
 from replicax._src.input.arrays import UnsupportedElementError
+from replicax._src.input.element_specs import INFINITE, ArraySpec
 from replicax._src.input.elements import NotResumableError, element_spec
-from replicax._src.input.opening import open_elements
+from replicax._src.input.opening import describe, open_elements
 from replicax._src.input.sources import UnbatchedDatasetError, open_source
-from replicax._src.input.specs import INFINITE, ArraySpec
 
 Dataset = tf.data.Dataset
 HINT = tf.data.experimental.SHARD_HINT
@@ -202,13 +202,13 @@ def test_tfrecords_are_distributed(tmp_path):
 
 def test_how_many_files_there_are(paths):
     for reader in READERS.values():
-        assert open_elements(reader(paths).batch(2)).count_files() == 3
+        assert describe(reader(paths).batch(2)).count_files() == 3
     repeated = numbers(Dataset.list_files(paths).repeat().interleave(tf.data.TextLineDataset)).batch(2)
-    assert open_elements(repeated.take(3)).count_files() == 3
+    assert describe(repeated.take(3)).count_files() == 3
     joined = tf.data.TextLineDataset(paths[:1]).concatenate(tf.data.TextLineDataset(paths[1:]))
-    assert open_elements(numbers(joined).batch(2)).count_files() == 1
+    assert describe(numbers(joined).batch(2)).count_files() == 1
     for dataset in (Dataset.range(8), Dataset.range(8).repeat(), Dataset.range(8).filter(lambda x: x > 1)):
-        assert open_elements(dataset.batch(2)).count_files() is None
+        assert describe(dataset.batch(2)).count_files() is None
 
 
 def test_too_few_files_are_read_by_all(paths):
@@ -231,7 +231,7 @@ def with_policy(dataset, name):
 @pytest.mark.parametrize("name", ["AUTO", "FILE", "DATA", "HINT", "OFF"])
 def test_the_policy_of_the_dataset(name, paths):
     dataset = with_policy(numbers(tf.data.TextLineDataset(paths)).batch(2), name)
-    assert open_elements(dataset).policy is AutoShardPolicy[name]
+    assert describe(dataset).policy is AutoShardPolicy[name]
     assert policy_of(dataset).split(":")[0] == ("FILE" if name == "AUTO" else name)
 
 

@@ -1,4 +1,4 @@
-"""Code of TensorFlow left in a program: ``tests/tracing/test_tensorflow_code.py`` with TensorFlow itself."""
+"""Code of TensorFlow left in a program: ``tests/diagnostics/test_tensorflow_code.py`` with TensorFlow itself."""
 
 import logging
 
@@ -12,7 +12,7 @@ from tensorflow import reduce_sum
 
 import replicax as rx
 from checks import message
-from replicax._src.tracing import side_effects
+from replicax._src.diagnostics import side_effects
 from replicax.errors import UnsupportedError
 
 counter = tf.Variable(1.0)

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import tensorflow as tf
 
-from replicax._src.devices.tpu.topology import full_mesh
+from replicax._src.devices.tpu.positions import full_mesh
 from replicax.tpu.experimental import DeviceAssignment, Topology
 
 MESHES = [

@@ -1,9 +1,14 @@
-"""Plans for TPUs and GPUs need their compilers, which `make test-plan` installs."""
+"""Plans for TPUs and GPUs need their compilers, which `make test-plan` installs. Tests here import ``logical_training``
+from this folder."""
 
 import importlib.util
 import os
+import sys
+from pathlib import Path
 
 from replicax._src.devices.hardware import GPU_VARIABLE
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 MISSING = [name for name in ("libtpu", "jax_cuda12_plugin") if importlib.util.find_spec(name) is None]
 IS_LEFT_OUT = bool(MISSING) or not os.environ.get(GPU_VARIABLE)

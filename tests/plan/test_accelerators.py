@@ -9,9 +9,9 @@ import pytest
 
 import replicax as rx
 from replicax import errors
-from replicax._src import jax_compat
 from replicax._src.devices.ahead_of_time import topology_ahead
 from replicax._src.devices.hardware import GPU_VARIABLE, chips, hardware_of
+from replicax._src.jax_internals import jax_compat
 
 ROWS, IN, HIDDEN = 256, 512, 1024
 F32 = 4

@@ -9,10 +9,10 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 import replicax as rx
-from replicax._src.plan import planning
-from replicax._src.strategies import lowering
+from replicax._plan import planning
+from replicax._src.strategies import lower_method
 from replicax._src.tracing import gathers
-from replicax._src.values import PerReplica
+from replicax._src.values.distributed import PerReplica
 
 FEW, MANY = 4, 16
 
@@ -64,7 +64,7 @@ class UnevenRows(PerReplica):
 def test_memory_hardly_grows_with_layers_with_uneven_batches(topology, width, share, monkeypatch):
     """On TPUs. GPUs compute some gradients before they sum the first, yet need half of the memory that they would need
     with all gathers first."""
-    monkeypatch.setattr(lowering, "PerReplica", UnevenRows)
+    monkeypatch.setattr(lower_method, "PerReplica", UnevenRows)
     few, many = (planned(topology, count, "run", width) for count in (FEW, MANY))
     of_layers = (MANY - FEW) * width * width * 4
     grown_by = many.memory.peak - few.memory.peak - of_layers // 8

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import replicax as rx
-from replicax._src.plan import planning
+from replicax._plan import planning
 
 REST = pytest.mark.rest
 WIDTH, HIDDEN, ROWS = 512, 1024, 8

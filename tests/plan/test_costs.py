@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from replicax._src.plan.costs import Collective, costs_of
+from replicax._plan.costs import costs_of
+from replicax._src.devices.plan import Collective
 
 F32 = 4
 

@@ -63,7 +63,7 @@ def test_step_of_fit_is_planned_and_fit_continues(strategy, data):
 
 
 def _held(model, strategy):
-    from replicax._src.keras.steps import TRAIN
+    from replicax._src.keras.phases import TRAIN
     from replicax._src.lowering.held_state import HeldState
 
     held = HeldState(strategy.topology)

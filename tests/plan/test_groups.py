@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from replicax._src.plan.groups import axes_of, first_group
+from replicax._plan.collective_groups import axes_of, first_group
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from replicax._src.plan.costs import Collective
-from replicax._src.plan.hlo import read_hlo
+from replicax._plan.hlo import read_hlo
+from replicax._src.devices.plan import Collective
 
 # A loop of 80 steps whose length only its condition shows; its all-gather appears in the text three times: its start,
 # a step of another computation, and its end. All collectives have one channel, like those of a shard_map.

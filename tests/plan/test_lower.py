@@ -1,5 +1,6 @@
 """``Strategy.lower``: the program of a step as JAX lowers it, compared with the one that a run compiles."""
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -129,7 +130,7 @@ def test_a_step_of_fit_is_the_one_that_fit_compiles(num_replicas, monkeypatch):
         original = global_view._Program.described
         model.fit(*data, **options)
         program = ran[0]
-        from replicax._src.keras.steps import TRAIN
+        from replicax._src.keras.phases import TRAIN
         from replicax._src.lowering.held_state import HeldState
 
         state = HeldState(strategy.topology)
@@ -166,7 +167,7 @@ import sys
 import jax, replicax as rx
 x = jax.ShapeDtypeStruct((4, 2), "float32")
 rx.MirroredStrategy(["cpu:0"]).lower(lambda x: x.sum(), (x,), topology="cpu:2")
-print([name for name in sys.modules if name.startswith("replicax._src.plan")])
+print([name for name in sys.modules if name.startswith("replicax._plan")])
 """
 
 
@@ -179,7 +180,10 @@ def test_lower_imports_nothing_of_plans():
 
 @pytest.mark.parametrize(("topology", "extra"), [("v5e:2x4", "plan-tpu"), ("h100:1x8", "plan-gpu")])
 def test_without_its_compiler(topology, extra, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    found = importlib.util.find_spec
+    compilers = ("libtpu", "jax_plugins.xla_cuda12")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in compilers else found(name))
+    ahead_of_time._devices.cache_clear()  # of an environment that has the compiler
     with pytest.raises(errors.MissingExtraError, match=re.escape(extra)):
         Training().strategy.lower(Training().step, DESCRIBED, topology=topology)
 
@@ -220,3 +224,18 @@ def test_users_error_is_raised_unchanged():
     with pytest.raises(ZeroDivisionError):
         training.strategy.lower(lambda x, y: 1 / 0, DESCRIBED, topology="cpu:4")
     assert training.strategy.num_replicas_in_sync == 2
+
+
+def test_the_strategy_is_current_while_a_function_is_lowered():
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    seen = []
+
+    @rx.function
+    def step(x):
+        seen.append((rx.get_strategy(), rx.get_strategy().num_replicas_in_sync))
+        return x
+
+    strategy.lower(step, (np.float32(1),), topology="cpu:4")
+    assert seen == [(strategy, 4)]
+    assert not rx.has_strategy()
+    assert strategy.num_replicas_in_sync == 2

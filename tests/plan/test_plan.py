@@ -12,9 +12,9 @@ import pytest
 
 import replicax as rx
 from replicax import errors
+from replicax._plan.planning import plan_of
 from replicax._src.devices import hardware
-from replicax._src.plan.planning import plan_of
-from replicax._src.strategies.lowering import Step
+from replicax._src.strategies.lower_method import StepToLower
 
 ROWS, IN, OUT = 6, 32, 16
 F32 = 4
@@ -271,7 +271,7 @@ def test_variables_too_large_for_a_device_are_sharded(training, plan, machine_of
 def test_plan_is_reported_before_its_remedies(training, plan, machine_of):
     machine_of(2 * plan.memory.peak)
     heard = []
-    step = Step(training.step, training.batch(), {}, global_batch=16 * ROWS)
+    step = StepToLower(training.step, training.batch(), {}, global_batch=16 * ROWS)
     found = plan_of(
         training.strategy, step, "cpu:2", 120.0, tell=lambda text, plan: heard.append((text, plan))
     )

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from replicax._plan.remedies import Attempt, Search, notes_of_whole_arguments
 from replicax._src.devices.hardware import hardware_of
-from replicax._src.options import ShardState
-from replicax._src.plan.plan import Memory, Plan, PlannedArray
-from replicax._src.plan.remedies import Attempt, Search, notes_of_whole_arguments
+from replicax._src.devices.plan import Memory, Plan, PlannedArray
+from replicax._src.vocabulary.options import ShardState
 
 LIMIT = hardware_of("v5e:2x4").chip.memory_bytes
 

@@ -2,9 +2,11 @@
 
 import itertools
 import os
+import queue
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,7 @@ import pytest
 import replicax as rx
 from checks import message
 from replicax import errors
+from replicax._src.preemption.guarded_steps import _Clock, _Countdown
 
 pytestmark = pytest.mark.timeout(120)
 PATIENCE_S = 60
@@ -152,6 +155,23 @@ def test_loop_whose_progress_is_saved_state(tmp_path):
         assert int(number) == 8  # the step whose batch had been read
         loop(second, False)
         assert float(second.state) == expected(12)
+
+
+def test_the_last_save_begins_so_early_that_it_can_end_within_the_grace_period():
+    signals = queue.Queue()
+    barrier = SimpleNamespace(signal=lambda text, *, is_final: signals.put(is_final))
+    _Countdown(barrier, SimpleNamespace(margin_s=3600.0), grace_s=3600.0).begin("SIGTERM")
+    assert [signals.get(timeout=30) for _ in range(2)] == [False, True]
+
+
+def test_time_for_six_steps_and_two_saves_is_kept_before_the_end_of_the_grace_period():
+    clock = _Clock()
+    for step_s in (100.0, 1.0, 4.0, 2.0):  # the first includes compilation
+        clock.note_step(step_s)
+    assert clock.margin_s == 6 * 2.0
+    for save_s in (5.0, 3.0):
+        clock.note_save(save_s)
+    assert clock.margin_s == 6 * 2.0 + 2 * 5.0
 
 
 @pytest.mark.rest

@@ -144,7 +144,7 @@ def test_signal_of_a_forked_process_is_not_ours():
 
 def test_only_the_main_thread_may_begin():
     code, printed, errors = run("""
-    from replicax._src.errors import ContextError
+    from replicax._src.vocabulary.errors import ContextError
     def begin():
         try:
             sigterm.listen(come)

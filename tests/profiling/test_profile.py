@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 import replicax as rx
 from replicax.errors import ContextError, InvalidArgumentError
@@ -24,7 +25,18 @@ def built_model():
 
 
 @pytest.fixture(scope="module")
-def trace(tmp_path_factory):
+def without_kept_programs():
+    """Programs are compiled here: one from the cache on disk has no names of operations in a trace."""
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", before)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory, without_kept_programs):
     """The events of a trace with steps of ``run``, ``rx.function`` and ``fit``; and the full names of its operations."""
     strategy = rx.MirroredStrategy(["cpu:1", "cpu:2"])
     with strategy.scope():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from replicax._src.status.curves import MOST_DRAWN, pictures
 from replicax._src.status.history import MOST_BYTES, MOST_CURVES, MOST_POINTS, History
 from replicax._src.status.history_file import HistoryFile
-from replicax._src.strict_json import TextError
+from replicax._src.untrusted.strict_json import TextError
 
 DAY = 86_400
 
@@ -61,7 +61,7 @@ def test_points_are_the_means_over_equal_intervals_whenever_they_were_joined(ste
 
 def test_history_of_a_month_is_small():
     history = History()
-    for second in range(0, 30 * DAY, 7):
+    for second in range(0, 30 * DAY, 61):
         history.add(
             1.8e9 + second, {"loss": 1 / 3, "val_loss": 2 / 3, "steps/s": 1e4 / 7, "closures/s": 1 / 7}
         )
@@ -70,7 +70,7 @@ def test_history_of_a_month_is_small():
     assert len(history.points("loss", 100)) <= 100
 
 
-@pytest.mark.parametrize("value", [None, "nan", float("nan"), float("inf"), "-inf"], ids=str)
+@pytest.mark.parametrize("value", [None, "nan", float("nan"), float("inf"), "-inf", -1.7e308], ids=str)
 def test_values_that_are_no_numbers_leave_a_gap(value):
     history = filled(20, loss=lambda second: value if second in range(5, 15) else 1.0)
     assert [time for time, _ in history.points("loss")] == [*range(5), *range(15, 20)]
@@ -139,7 +139,7 @@ def test_file_of_another_program_is_no_error_of_the_job(tmp_path, caplog, text):
 
 
 def test_history_without_a_file_or_folder_is_not_kept(tmp_path, caplog):
-    for file in (HistoryFile(None), HistoryFile.of_environment({"REPLICAX_STATUS_HISTORY": ""})):
+    for file in (HistoryFile(None), HistoryFile.from_environment({"REPLICAX_STATUS_HISTORY": ""})):
         file.save(History())
         assert file.load().points("loss") == []
     HistoryFile(str(tmp_path / "none" / "history.json")).save(History())
@@ -190,6 +190,16 @@ def test_constant_curve_lies_within_its_picture(value):
     (picture,) = pictures(filled(10, loss=lambda s: value), 10.0)
     ((_, points),) = lines_of(picture)
     assert all(0 <= left <= 480 and 0 <= top <= 190 for left, top in points)
+
+
+@pytest.mark.parametrize("other", [-1e300, -1.0, 0.0, 5e-324, 1.0], ids=str)
+def test_curve_of_the_largest_and_the_smallest_numbers_has_points_and_texts_of_finite_numbers(other):
+    history = filled(4000, loss=lambda s: (1e300, other)[s // 2000])
+    assert History.from_text(history.to_text()).points("loss") == history.points("loss")
+    (picture,) = pictures(history, 4000.0)
+    ((_, points),) = lines_of(picture)
+    assert all(0 <= left <= 480 and 0 <= top <= 190 for left, top in points)
+    assert not {"nan", "inf", "-inf"} & set(texts_of(picture))
 
 
 def test_line_is_broken_where_nothing_was_known():

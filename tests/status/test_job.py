@@ -4,12 +4,16 @@ import itertools
 import json
 import re
 import socket
+import threading
+import time
+import types
 
 import pytest
 
-from replicax._src.cli.top import lines_of, summary_lines
+from replicax._src.cluster.counters import counters
+from replicax._src.cluster.figures import FIGURES, job_figures
 from replicax._src.status import job
-from replicax._src.status.figures import FIGURES
+from replicax._src.status.http_server import StatusServer
 from replicax._src.status.job import status_of
 from replicax._src.status.metrics import metrics_of
 from replicax._src.status.page import page_of
@@ -21,6 +25,7 @@ from replicax._src.status.status import (
     progress_of,
     rows_of,
     summary_of,
+    survivors_of,
     title_of,
     with_rates,
 )
@@ -150,13 +155,72 @@ def test_job_is_titled_and_its_progress_and_metrics_are_shown():
     }
     assert fit_metrics_of(told) == [("mae", "0.25"), ('val "loss"', "nan")]
     assert curve_values_of(told) == {"loss": 0.25, "val_loss": None, "steps/s": 2.0}
-    assert summary_lines(told)[:2] == [
-        "train.py  MirroredStrategy, 2 tasks",
-        "epoch 3 of 6  batch 120 of 1,313  done 40 %  time left 2 min 5 s",
-    ]
     lines = metrics_of(told).splitlines()
     assert {"replicax_progress_ratio 0.3972", "replicax_time_left_seconds 125.0"} <= set(lines)
     assert 'replicax_fit_metric{name="val \\"loss\\""} nan' in lines
+
+
+SURVIVORS = {
+    "epoch": 3,
+    "members": [0, 2],
+    "adopted": {"1": 2},
+    "num_recoveries": 1,
+    "num_replacements": 2,
+    "recovery_s": 0.0512,
+}
+
+
+def test_survivors_are_shown():
+    told = {**status(0.2, 0.1, 0.6), "survivors": SURVIVORS}
+    assert dict(survivors_of(told)) == {
+        "live workers": "2 of 3",
+        "adopted": "replica 1 by worker 2",
+        "recoveries": "1",
+        "replacements": "2",
+        "last recovery": "0.05 s",
+        "epoch of members": "3",
+    }
+    assert "<h2>Fault tolerance</h2>" in page_of(told)
+    assert meanings_of(told).keys() >= {
+        "adopted",
+        "recoveries",
+        "replacements",
+        "last recovery",
+        "epoch of members",
+    }
+    assert set(metrics_of(told).splitlines()) >= {
+        "replicax_live_workers 2",
+        "replicax_adopted_replicas 1",
+        "replicax_recoveries_total 1",
+        "replicax_replacements_total 2",
+        "replicax_last_recovery_seconds 0.0512",
+        "replicax_members_epoch 3",
+    }
+
+
+def test_before_the_first_death_nothing_is_adopted():
+    told = {
+        **status(0.2, 0.1),
+        "survivors": {**SURVIVORS, "members": [0, 1], "adopted": {}, "recovery_s": None},
+    }
+    shown = dict(survivors_of(told))
+    assert (shown["live workers"], shown["adopted"], shown["last recovery"]) == ("2 of 2", "–", "–")
+    assert "replicax_adopted_replicas 0" in metrics_of(told)
+    assert "last_recovery" not in metrics_of(told)
+
+
+def test_without_fault_tolerance_nothing_is_said_of_survivors():
+    told = status(0.2, 0.1)
+    assert survivors_of(told) == []
+    assert "Fault tolerance" not in page_of(told)
+    assert "replicax_live_workers" not in metrics_of(told)
+    assert "adopted" not in meanings_of(told)
+
+
+def test_figures_of_the_job_describe_the_survivors(monkeypatch):
+    assert "survivors" not in job_figures()
+    monkeypatch.setattr(counters, "survivors", lambda: SURVIVORS)
+    assert job_figures()["survivors"] == SURVIVORS
 
 
 def test_what_is_not_known_of_a_job_is_not_shown():
@@ -186,7 +250,7 @@ def test_meanings_are_those_of_the_columns_that_are_shown():
     assert all(text.endswith(".") for text in meanings.values())
 
 
-def test_names_of_others_are_text_on_the_page_and_on_terminals():
+def test_names_of_others_are_text_on_the_page():
     ugly = "<script>\x1b[2J\u202e"
     told = status(0.2, 0.6, function=ugly, host=ugly)
     told |= {"job": {"name": ugly, "strategy": ugly}, "metrics": {ugly: 1.0}}
@@ -194,9 +258,8 @@ def test_names_of_others_are_text_on_the_page_and_on_terminals():
     page = page_of(told)
     assert page.count("<script>") == 1, "its own"
     assert page.count("&lt;script&gt;\\x1b[2J\\u202e") > 6
-    for text in (page, *lines_of(told)):
-        assert "\x1b" not in text
-        assert "\u202e" not in text
+    assert "\x1b" not in page
+    assert "\u202e" not in page
 
 
 def test_figures_that_were_not_known_count_from_zero():
@@ -288,3 +351,69 @@ def test_only_the_chief_serves(serving, monkeypatch, environment, is_served):
     monkeypatch.setattr("replicax._src.cluster.chief._roles", [])
     monkeypatch.delenv("REPLICAX_STATUS_ADDRESS", raising=False)
     assert (serving(**environment) is not None) == is_served
+
+
+def test_next_chief_serves_as_soon_as_the_address_is_free(serving, monkeypatch):
+    """Processes that the chief before has started may hold it for a moment."""
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        address = f"127.0.0.1:{held.getsockname()[1]}"
+        monkeypatch.setenv("REPLICAX_STATUS_ADDRESS", address)
+        job.take_status_over()
+        time.sleep(0.3)
+        assert not job._servers
+    deadline = time.monotonic() + 10
+    while not job._servers and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [server.address for server in job._servers] == [address]
+    job.take_status_over()  # it serves already
+    assert len(job._servers) == 1
+
+
+def test_chief_that_has_come_later_waits_for_the_end_of_the_process_that_serves(serving, monkeypatch, caplog):
+    monkeypatch.setattr(job, "_TAKE_OVER_S", 0.1)
+    other = StatusServer("127.0.0.1:0", None, job.status_of_job)
+    other.start()
+    monkeypatch.setenv("REPLICAX_STATUS_ADDRESS", other.address)
+    for _ in range(2):
+        job.take_status_over()
+    time.sleep(0.8)
+    assert sum(thread.name == job._WAITING for thread in threading.enumerate()) == 1
+    assert not job._servers
+    other.close()
+    deadline = time.monotonic() + 10
+    while not job._servers and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [server.address for server in job._servers] == [other.address]
+    assert not caplog.records
+
+
+def test_chief_that_gives_the_role_back_frees_the_address_for_the_next_one(serving, monkeypatch):
+    """A replacement of worker 0 becomes the chief again."""
+    forgotten = threading.Event()
+    monkeypatch.setattr(job, "joined_peers", lambda: types.SimpleNamespace(forget_figures=forgotten.set))
+    server = StatusServer("127.0.0.1:0", None, lambda: {})
+    job._servers.append(server)
+    job.hand_status_over()
+    assert not job._servers
+    assert forgotten.wait(10)
+    StatusServer(server.address, None, lambda: {}).close()
+    job.hand_status_over()  # it serves no more
+
+
+def test_next_chief_that_cannot_serve_at_the_address_only_warns(serving, monkeypatch, caplog):
+    """It may be on another machine."""
+    monkeypatch.setattr(job, "_TAKE_OVER_S", 0.0)
+    monkeypatch.setenv("REPLICAX_STATUS_ADDRESS", "192.0.2.1:8080")
+    monkeypatch.setenv("REPLICAX_TOKEN", "token")
+    job.take_status_over()
+    deadline = time.monotonic() + 10
+    while not caplog.records and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert "This job has no status, because of REPLICAX_STATUS_ADDRESS: " in caplog.records[0].getMessage()
+
+
+def test_without_an_address_the_next_chief_serves_nothing(serving, monkeypatch):
+    monkeypatch.delenv("REPLICAX_STATUS_ADDRESS", raising=False)
+    before = set(threading.enumerate())  # some of earlier tests may be ending
+    job.take_status_over()
+    assert set(threading.enumerate()) <= before

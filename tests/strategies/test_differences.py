@@ -45,12 +45,6 @@ def test_subclass_of_a_named_strategy_may_choose_its_arguments():
     assert strategy.reduce("SUM", strategy.run(lambda: jnp.float32(1)), axis=None) == 2
 
 
-@pytest.mark.parametrize("make", [rx.coordinator.PerWorkerValue, rx.experimental.coordinator.PerWorkerValues])
-def test_values_of_workers_are_made_by_the_coordinator(make):
-    for call in (make, lambda: make([1, 2]), lambda: make(values=[1, 2])):
-        message(UnsupportedError, call, "PerWorkerValue", "coordinator.create_per_worker_value(fn)")
-
-
 def test_variables_have_one_name_and_are_not_distributed_values(strategy):
     with strategy.scope():
         variable, of_keras = rx.Variable(1.0, name="v"), keras.Variable(1.0, name="v")

@@ -332,3 +332,56 @@ def test_a_python_number_that_a_step_returns_is_summed_or_its_error_says_what_to
             strategy.reduce("sum", counted, axis=None)
     counted = strategy.run(lambda x: jnp.asarray(x.shape[0]), args=(batch,))
     assert int(strategy.reduce("sum", counted, axis=None)) == rows
+
+
+# --- an operation that nobody has implemented -----------------------------------------------------------
+
+
+@pytest.fixture
+def largest(monkeypatch):
+    """A member that was added to ``ReduceOp`` and to nothing else."""
+    member = object.__new__(rx.ReduceOp)
+    member._name_ = member._value_ = "MAX"
+    monkeypatch.setitem(rx.ReduceOp._member_map_, "MAX", member)
+    monkeypatch.setitem(rx.ReduceOp._value2member_map_, "MAX", member)
+    return member
+
+
+def in_replicas(function):
+    """Runs a function of a replica's value on all replicas."""
+    return lambda strategy, values: strategy.run(function, (values,))
+
+
+UNKNOWN = {
+    "per replica": lambda strategy, values: strategy.reduce("MAX", values, axis=None),
+    "per replica and row": lambda strategy, values: strategy.reduce("MAX", values, axis=0),
+    "mirrored": lambda strategy, values: strategy.reduce("MAX", rx.Variable(jnp.ones(3)), axis=None),
+    "rows of a mirrored variable": lambda strategy, values: strategy.reduce("MAX", rx.Variable(jnp.ones(3)), axis=0),
+    "plain": lambda strategy, values: strategy.reduce("MAX", jnp.ones(3), axis=None),
+    "all_reduce": in_replicas(lambda x: rx.get_replica_context().all_reduce("MAX", x)),
+    "all_reduce of slices": in_replicas(
+        lambda x: rx.get_replica_context().all_reduce("MAX", rx.IndexedSlices(x[None], jnp.array([0]), (1, 2)))
+    ),
+    "merge_call": in_replicas(
+        lambda x: rx.get_replica_context().merge_call(lambda s, x: s.reduce("MAX", x, axis=None), (x,))
+    ),
+    "merge_call of rows": in_replicas(
+        lambda x: rx.get_replica_context().merge_call(lambda s, x: s.reduce("MAX", x, axis=0), (x,))
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", UNKNOWN.values(), ids=UNKNOWN)
+@pytest.mark.parametrize("ops", [None, rx.CrossDeviceOps, rx.ReductionToOneDevice])
+def test_reduction_that_is_not_implemented_is_an_error_and_no_sum(largest, way, ops):
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops=ops and ops())
+    with strategy.scope():
+        message(errors.ReductionError, lambda: way(strategy, distribute(strategy, [1, 5], [2, 3])))
+
+
+def test_reduction_by_its_name_is_an_error_where_a_member_is_needed():
+    values = rx.CrossDeviceOps.reduce_implementation
+    says = message(
+        errors.ReductionError, lambda: values(rx.CrossDeviceOps(), "mean", jnp.ones(3), None, None)
+    )
+    assert "Cannot reduce by 'mean'" in says

@@ -258,6 +258,13 @@ def test_types_of_scalars_are_distinguished(two):
     assert dtypes == ["int32", "bool", "float32", "float16", "int8", "complex64"]
 
 
+def test_a_weakly_typed_array_does_not_widen_what_it_is_computed_with(two):
+    weak, half = jnp.asarray(2.0), jnp.ones(2, jnp.bfloat16)
+    assert weak.weak_type
+    for run in (two.run, lambda fn, args: rx.function(fn)(*args)):
+        assert str(run(lambda x, y: x * y, (weak, half)).dtype) == "bfloat16"
+
+
 def test_recreated_lambdas_are_one_program(two):
     count, results = [], []
 
@@ -382,7 +389,7 @@ def test_nothing_is_blocked(two):
 
     jax.block_until_ready(two.run(heavy, (x,)).array)
     # Once is enough: other threads may have the processor while this thread dispatches.
-    assert min(share_of_dispatch() for _ in range(5)) < 1 / 2
+    assert any(share_of_dispatch() < 1 / 2 for _ in range(5))
 
 
 def test_donated_positions(two):

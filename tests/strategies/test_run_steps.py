@@ -120,6 +120,21 @@ def test_results_for_each_row():
     assert [value.tolist() for value in results.values] == [[[0, 10, 20], [50, 60, 70]], [[30, 40], [80, 90]]]
 
 
+def test_steps_that_continue_a_group_return_their_own_results():
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    batches = [np.full(rows, number, np.float32) for number, rows in enumerate((4, 4, 2, 2, 2, 2))]
+    iterator = iter(strategy.experimental_distribute_dataset(batches))
+
+    def step(x):
+        return jnp.sum(x), rx.get_replica_context().all_reduce("SUM", jnp.sum(x))
+
+    # The third step begins a group of three, of which the next call takes the rest.
+    for expected in ([0.0, 4.0, 4.0], [6.0, 8.0, 10.0]):
+        of_replicas, of_all = strategy.run_steps(step, iterator, 3)
+        assert strategy.reduce("SUM", of_replicas, axis=None).tolist() == expected
+        assert np.asarray(of_all).tolist() == expected
+
+
 def test_rows_of_different_batches_do_not_stack():
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
     with strategy.scope():

@@ -3,6 +3,7 @@
 import io
 import threading
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,9 @@ import pytest
 from PIL import Image
 
 import replicax as rx
+from checks import tpu_strategy
 from event_files import events_of, files_in, scalars_in, summaries_in
+from replicax._src.summaries import writer as writer_module
 from replicax.errors import ContextError, InvalidArgumentError, PerReplicaUseError, SummaryError
 
 STRATEGIES = {
@@ -20,7 +23,7 @@ STRATEGIES = {
     "one": lambda: rx.OneDeviceStrategy("cpu:0"),
     "mirrored": lambda: rx.MirroredStrategy(["cpu:0", "cpu:1"]),
     "central": lambda: rx.CentralStorageStrategy(["cpu:0", "cpu:1"]),
-    "tpu": rx.TPUStrategy,
+    "tpu": lambda: tpu_strategy(2, 1),
 }
 
 
@@ -321,7 +324,7 @@ def test_no_caller_waits_forever(tmp_path, slow_file, monkeypatch, caplog):
     with pytest.raises(SummaryError, match=r"not written after 0.1 s: 1 are waiting"):
         threads[0].add(None, timeout_s=0.1)
     assert "not written after 0.1 s" in caplog.text
-    threads[0].stop_unless_asked(60)
+    threads[0].stop_if_running(60)
     assert time.monotonic() - before < 20
     file.is_open.set()
 
@@ -344,3 +347,15 @@ def test_restarted_run_purges_from_its_step(tmp_path):
         writer.scalar("loss", 1.0, 40)
     kinds = [(event.step, event.session_log.status) for event in events_of(files_in(tmp_path)[0])]
     assert kinds == [(0, 0), (40, 1), (40, 0)]  # 1 is START
+
+
+def test_next_chief_opens_a_file_of_its_own(tmp_path, monkeypatch):
+    """Where the live processes continue after the death of the chief, another one is the chief from then on."""
+    peers = types.SimpleNamespace(is_leader=False)
+    monkeypatch.setattr(writer_module, "joined_peers", lambda: peers)
+    with rx.SummaryWriter(tmp_path) as writer:
+        assert not writer.scalar("loss", 1.0, 0)
+        assert files_in(tmp_path) == []
+        peers.is_leader = True
+        assert writer.scalar("loss", 2.0, 1)
+    assert scalars_in(tmp_path) == {"loss": {1: 2.0}}

@@ -423,13 +423,20 @@ def test_components_are_compared_as_one_value(num_rows):
 # --- Keras --------------------------------------------------------------------------------------------
 
 
-def keras_sgd_step(num_replicas, loss_of, optimizer=None, extra=(), kind="mirrored", training=True):
-    """A strategy, and a step of a Keras model with an optimizer and a metric."""
+def keras_sgd_step(num_replicas, loss_of, optimizer=None, extra=None, kind="mirrored", training=True):
+    """A strategy, and a step of a Keras model with an optimizer and a metric. ``extra`` makes layers for the middle;
+    their random states follow from the seed too.
+    """
     strategy = make_strategy(num_replicas, kind)
     keras.utils.set_random_seed(0)
     with strategy.scope():
         model = keras.Sequential(
-            [keras.Input((3,)), keras.layers.Dense(4, activation="tanh"), *extra, keras.layers.Dense(1)]
+            [
+                keras.Input((3,)),
+                keras.layers.Dense(4, activation="tanh"),
+                *(extra() if extra is not None else ()),
+                keras.layers.Dense(1),
+            ]
         )
         used = optimizer() if optimizer is not None else keras.optimizers.SGD(0.1)
         metric = keras.metrics.MeanSquaredError()
@@ -528,7 +535,9 @@ FOLLOWS = "Follows from the gradients above."
 
 
 def test_batch_normalisation_is_explained():
-    strategy, step = keras_sgd_step(2, rx.nn.compute_average_loss, extra=[keras.layers.BatchNormalization()])
+    strategy, step = keras_sgd_step(
+        2, rx.nn.compute_average_loss, extra=lambda: [keras.layers.BatchNormalization()]
+    )
     report = check_against_one_device(step, rows(32), strategy)
     assert entries(report, "gradient")
     for entry in report.differences:
@@ -540,7 +549,7 @@ def test_batch_normalisation_is_explained():
 
 
 def test_mistake_beside_batch_normalisation_is_detected():
-    strategy, step = keras_sgd_step(2, jnp.mean, extra=[keras.layers.BatchNormalization()])
+    strategy, step = keras_sgd_step(2, jnp.mean, extra=lambda: [keras.layers.BatchNormalization()])
     report = check_against_one_device(step, rows(32), strategy)
     blurred = [entry for entry in report.differences if entry.kind == "gradient" and entry.factor is None]
     assert blurred
@@ -548,13 +557,15 @@ def test_mistake_beside_batch_normalisation_is_detected():
 
 
 def test_layers_with_statistics_and_randomness_agree_when_they_do_not_train():
-    extra = [keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)]
+    def extra():
+        return [keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)]
+
     strategy, step = keras_sgd_step(2, rx.nn.compute_average_loss, extra=extra, training=False)
     assert check_against_one_device(step, rows(7), strategy).ok
 
 
 def test_dropout_is_explained():
-    strategy, step = keras_sgd_step(2, rx.nn.compute_average_loss, extra=[keras.layers.Dropout(0.5)])
+    strategy, step = keras_sgd_step(2, rx.nn.compute_average_loss, extra=lambda: [keras.layers.Dropout(0.5)])
     report = check_against_one_device(step, rows(8), strategy)
     assert entries(report, "gradient")
     for entry in report.differences:
@@ -593,7 +604,7 @@ def test_state_is_untouched(kind, loss_of):
     histories = []
     for is_checked in (True, False):
         strategy, step = keras_sgd_step(
-            2, LOSSES[loss_of], OPTIMIZERS["adam"], extra=[keras.layers.Dropout(0.5)], kind=kind
+            2, LOSSES[loss_of], OPTIMIZERS["adam"], extra=lambda: [keras.layers.Dropout(0.5)], kind=kind
         )
         losses = []
         for seed in range(3):

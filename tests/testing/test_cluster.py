@@ -321,7 +321,7 @@ def test_fixture_shows_output_and_finds_leftover_processes(tmp_path):
 
 
 def test_unfinished_reports_are_skipped(tmp_path):
-    from replicax._src.testing.reports import read_reports
+    from replicax._testing.task_reports import read_reports
 
     path = tmp_path / "reports"
     assert read_reports(path) == ()

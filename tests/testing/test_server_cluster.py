@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from checks import catches, message
+from replicax._ps.transport.messages import Message
+from replicax._ps.transport.transport import TaskClient
 from replicax._src.cluster.credentials import Credentials
-from replicax._src.parameter_servers.errors import UnauthenticatedError, UnavailableError
-from replicax._src.parameter_servers.transport.messages import Message
-from replicax._src.parameter_servers.transport.transport import TaskClient
+from replicax._src.vocabulary.errors import UnauthenticatedError, UnavailableError
 from replicax.cluster_resolver import TFConfigClusterResolver
 from replicax.errors import ClusterError, InvalidArgumentError
 from replicax.testing import LocalCluster, server_cluster
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(250)
 
 def ask(cluster, job, index, what="status", token=None, timeout_s=60.0):
     """The answers of a task to this process, the coordinator."""
-    credentials = Credentials.of_environment(os.environ) if token is None else Credentials(token=token)
+    credentials = Credentials.from_environment(os.environ) if token is None else Credentials(token=token)
     header = {"incarnation": "a", "ps": cluster.cluster["ps"]}
     with TaskClient(cluster.cluster[job][index], credentials, f"{job} {index}") as client:
         return client.ask(what, header, timeout_s)
@@ -31,7 +31,7 @@ def ask(cluster, job, index, what="status", token=None, timeout_s=60.0):
 def make(cluster, value):
     """A variable on ps 0."""
     piece = {"key": "w", "shape": list(value.shape), "dtype": str(value.dtype), "initial": "array"}
-    credentials = Credentials.of_environment(os.environ)
+    credentials = Credentials.from_environment(os.environ)
     with TaskClient(cluster.cluster["ps"][0], credentials, "ps 0") as client, client.open() as link:
         link.call(Message({"op": "create", "incarnation": "a", "shards": [piece]}, [value]), 60.0)
 
@@ -98,10 +98,10 @@ def test_a_program_for_the_chief(local_cluster):
     from replicax.testing import report
     from replicax.cluster_resolver import TFConfigClusterResolver
     from replicax._src.cluster.credentials import Credentials
-    from replicax._src.parameter_servers.transport.transport import TaskClient
+    from replicax._ps.transport.transport import TaskClient
 
     address = TFConfigClusterResolver().cluster_spec().task_address("ps", 0)
-    with TaskClient(address, Credentials.of_environment(os.environ), "ps 0") as client:
+    with TaskClient(address, Credentials.from_environment(os.environ), "ps 0") as client:
         report(task=client.ask("status", {}, 10.0)["task"])
     """
     cluster = local_cluster(0, chief=True, num_ps=1)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from checks import message
-from replicax._src import jax_compat
-from replicax._src.devices.tpu.topology import full_mesh, usual_mesh_shape
+from replicax._src.devices.tpu.positions import full_mesh, usual_mesh_shape
+from replicax._src.jax_internals import jax_compat
 from replicax._src.strategies.tpu_system import TPUSystem, _topology
 from replicax.cluster_resolver import TPUClusterResolver
 from replicax.errors import DeviceError, InvalidArgumentError, UnsupportedError
@@ -156,7 +156,7 @@ def test_tpu_devices_report_their_coordinates():
 
 def test_replicas_of_one_host_are_adjacent():
     hosts = [[Core(x, y, 0, 0) for x in (h, h + 1) for y in (0, 1)] for h in (0, 2)]
-    system = TPUSystem(None, hosts, _topology(hosts, TPUClusterResolver()))
+    system = TPUSystem(None, hosts, _topology(hosts, TPUClusterResolver("my-tpu")))
     build = DeviceAssignment.build
     grid = system.grid(build(system.topology, [1, 2, 1, 1], None, 4, DeviceOrderMode.MESH))
     assert grid == [hosts[0][:2], hosts[0][2:], hosts[1][:2], hosts[1][2:]]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import replicax as rx
-from replicax._src.errors import TraceError
+from replicax._src.vocabulary.errors import TraceError
 
 # The replicas' data: replica r holds VALUES[r].
 VALUES = np.asarray([1.0, 2.0], "float32")

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from checks import assert_close
-from replicax._src import jax_compat
+from replicax._src.jax_internals import jax_compat
 from replicax._src.tracing import gathers
 
 WIDTH, LAYERS = 8, 3

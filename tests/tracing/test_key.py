@@ -535,6 +535,27 @@ def test_programs_are_freed_when_their_model_dies(strategy):
         assert strategy.runner.num_programs == 0
 
 
+@pytest.mark.parametrize("place", ["run", "function", "steps"])
+def test_arguments_of_the_newest_trace_are_freed(strategy, place):
+    """The cache keeps their names, for the reason of the next trace."""
+
+    def call(array):
+        if place == "run":
+            strategy.run(lambda batch: batch["x"].sum(), args=({"x": array},))
+        elif place == "function":
+            rx.function(lambda batch: batch["x"].sum())({"x": array})
+        else:
+            batches = iter(strategy.experimental_distribute_dataset([np.ones(4, np.float32)]))
+            strategy.run_steps(lambda state, batch: (state, batch.sum()), batches, 1, state={"x": array})
+
+    array = jnp.ones(1000) + 1
+    reference = weakref.ref(array)
+    call(array)
+    del array
+    gc.collect()
+    assert reference() is None
+
+
 def test_programs_of_a_method_are_freed_with_its_object(strategy):
     trainer = Trainer(2.0)
     strategy.run(trainer.step, args=(jnp.float32(3.0),))

@@ -13,7 +13,7 @@ def test_the_table_names_the_passes_in_the_order_in_which_they_run():
     named = re.findall(r"^\| ``([\w.]+)`` \|", passes.__doc__, flags=re.MULTILINE)
     here = [one.__name__ for one in (passes.captured, *passes.VARIANT_PASSES, *passes.PROGRAM_PASSES)]
     assert named[: len(here)] == here
-    assert named[len(here) :] == ["finite.watched", "make_whole", "cut_before_updates"]
+    assert named[len(here) :] == ["watch_finite", "make_whole", "cut_before_updates"]
 
 
 def test_each_size_of_batch_goes_through_all_passes(monkeypatch):
@@ -35,7 +35,7 @@ def test_each_size_of_batch_goes_through_all_passes(monkeypatch):
     )
     total = strategy.run(lambda x: rx.get_replica_context().all_reduce("SUM", jnp.sum(x)), args=(batch,))
     assert float(total.values[0]) == 5.0
-    of_variants = ["check_devices", "take_rows", "resolve_marks", "check_scale", "analyse_replication"]
+    of_variants = ["report_capture", "take_rows", "resolve_marks", "report_gradients", "analyse_replication"]
     num_sizes = 2
     assert ran[: len(ran) - 3] == of_variants * (len(ran[:-3]) // 5)
     assert ran.count("analyse_replication") >= num_sizes

@@ -10,7 +10,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import io_callback
 
-from replicax._src import jax_compat
+from replicax._src.jax_internals import jax_compat
 from replicax._src.tracing import markers, primitives
 from replicax._src.tracing.equations import equations
 from replicax._src.tracing.replication import Replication, analyse, is_call

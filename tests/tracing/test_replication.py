@@ -11,7 +11,7 @@ import pytest
 from keras import layers
 
 import replicax as rx
-from replicax._src.errors import DivergenceError, DivergentCollectiveError
+from replicax._src.vocabulary.errors import DivergenceError, DivergentCollectiveError
 
 HERE = __file__
 

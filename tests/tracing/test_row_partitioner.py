@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checks import examples
-from replicax._src.tracing.row_partitioner.layout import RowSplit
-from replicax._src.tracing.row_partitioner.plan import RowsPlan, split_by_rows
+from replicax._src.tracing.row_partitioner.row_layouts import RowSplit
+from replicax._src.tracing.row_partitioner.row_plan import RowsPlan, split_by_rows
 from replicax._src.tracing.row_partitioner.rules import NotByRowsError
-from splitting import plan_of, run_by_rows
+from splitting import plan_of, run_by_rows, run_in_segments
 
 EVEN, UNEVEN = (3, 3, 3), (4, 0, 5)
 SIZES = [
@@ -170,6 +170,33 @@ CASES = {
 def test_split_program_equals_the_unsplit_one(name, sizes):
     """This also holds if replicas have different numbers of rows, or none: their padding is never read."""
     check(*CASES[name][:3], sizes, rounds=CASES[name][3])
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("name", CASES)
+def test_split_program_in_segments_equals_the_unsplit_one(name):
+    function, whole, batch = CASES[name][:3]
+    got = run_in_segments(function, whole, batch, UNEVEN)
+    expected = jax.tree_util.tree_leaves(jax.jit(function)(whole, batch))
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
+
+
+def counted_loop(w, x):
+    """A loop that carries rows and a count, of which only the count is needed after the sums."""
+
+    def step(carry, column):
+        state, count = carry
+        return (jnp.tanh(state + column[:, None] * w[0]), count + 2), None
+
+    (state, count), _ = jax.lax.scan(step, (jnp.zeros((x.shape[0], 5)), jnp.zeros((), jnp.int32)), x.T)
+    return jnp.mean(state), count
+
+
+def test_last_segment_needs_no_rows():
+    got = run_in_segments(counted_loop, W, X, UNEVEN)
+    np.testing.assert_allclose(got[0], counted_loop(W, X)[0], rtol=2e-5)
+    assert got[1] == 8
 
 
 def test_one_row():

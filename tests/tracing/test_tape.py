@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import replicax as rx
-from replicax._src.errors import InvalidArgumentError, TapeError, TraceError, UnsupportedError
+from replicax._src.vocabulary.errors import InvalidArgumentError, TapeError, TraceError, UnsupportedError
 
 HERE = __file__
 X = jnp.asarray([0.5, -1.0, 2.0])

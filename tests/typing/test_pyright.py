@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import replicax as rx
+from flax import nnx
 
 strategy = rx.MirroredStrategy()
 batch = np.ones((8, 4), np.float32)
@@ -48,6 +49,23 @@ model.fit(batch)  # scope
 options = rx.RunOptions(check_same=True)  # option
 strategy.run(step, (batch,), options=options)
 Trainer().step(jnp.ones(3))
+
+layer = keras.layers.Dense(1)
+variable.assign([1.0, jnp.ones(()), np.float32(1)])
+variable.assign(keras.ops.sum(layer.kernel))
+variable.assign(strategy.run(lambda: jnp.ones(3)))
+rx.Variable(lambda: keras.ops.ones(3))
+rx.Variable(nnx.Param(jnp.ones(3)))
+ids = jnp.asarray([0])
+rows: jax.Array = rx.nn.embedding_lookup(layer.kernel, [0, ids[0]])
+rx.nn.embedding_lookup([variable, layer.kernel], ids)
+rx.nn.embedding_lookup_sparse(rows, [[0], [1, 2]], weights=[[1.0], [0.5, 0.5]], mask=None)
+sharded = rx.experimental.ShardedVariable([variable])
+print(sharded[1:, ..., None], sharded[ids], sharded[[0, 1]], sharded[np.asarray([True])])
+rx.MirroredStrategy(layout_map={"up": (None, "logical"), "down": [("logical_0", "logical_1")]})
+rx.MirroredStrategy(layout_map=rx.experimental.LayoutMap({"up": (None, "logical")}))
+total = strategy.experimental_split_to_logical_devices(rows, [1]) + strategy.group(rows)
+iterator = iter(strategy.experimental_make_numpy_dataset(batch).batch(2))
 """
 
 MISTAKES = {

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 import replicax as rx
 from checks import message
-from replicax._src.options import ShardState
 from replicax._src.variables.state_shards import StateShards
+from replicax._src.vocabulary.options import ShardState
 
 SHAPES = st.lists(st.integers(0, 64), max_size=4).map(tuple)
 

@@ -1,7 +1,7 @@
 """Layout maps that nobody has to write: ``rx.experimental.layouts``."""
 
 from replicax._src.keras.model_layouts import for_model
-from replicax._src.public_names import publish_all
+from replicax._src.user.public_names import publish_all
 
 __all__ = ["for_model"]
 

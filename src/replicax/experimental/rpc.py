@@ -1,8 +1,5 @@
 """TensorFlow's ``tf.distribute.experimental.rpc``: functions that other processes call by name."""
 
-from replicax._src.parameter_servers.transport.rpc import Client, Server, StatusOrResult
-from replicax._src.public_names import publish_all
-
-__all__ = ["Client", "Server", "StatusOrResult"]
+from replicax._src.user.public_names import publish_all
 
 __dir__ = publish_all(globals())

@@ -1,36 +1,16 @@
 """What goes with Keras: ``rx.keras``. Importing it does not import Keras."""
 
-from typing import TYPE_CHECKING, Any
-
-from replicax._src.keras.files import model_path, weights_path
-from replicax._src.keras_backend import check_keras
-from replicax._src.public_names import missing_name, publish, publish_all
+from replicax._src.keras.backend import check_keras
+from replicax._src.keras.file_names import model_path, weights_path
+from replicax._src.user.public_names import publish_all
 from replicax.keras import callbacks
 
-if TYPE_CHECKING:
-    from replicax._src.keras.compiled_loss import compiled_loss
-    from replicax._src.keras.data_model import DataModel
-    from replicax._src.keras.sidecar_evaluator import SidecarEvaluator
+__all__ = ["callbacks", "model_path", "weights_path"]
 
-__all__ = ["DataModel", "SidecarEvaluator", "callbacks", "compiled_loss", "model_path", "weights_path"]
+_PLACES = {
+    "DataModel": "replicax._src.keras.data_model",
+    "SidecarEvaluator": "replicax._src.keras.sidecar_evaluator",
+    "compiled_loss": "replicax._src.keras.compiled_loss",
+}
 
-
-def __getattr__(name: str) -> Any:
-    if name in ("DataModel", "SidecarEvaluator", "compiled_loss"):
-        check_keras(f"rx.keras.{name}")
-    if name == "DataModel":
-        from replicax._src.keras.data_model import DataModel
-
-        return publish(__name__, name, DataModel)
-    if name == "SidecarEvaluator":
-        from replicax._src.keras.sidecar_evaluator import SidecarEvaluator
-
-        return publish(__name__, name, SidecarEvaluator)
-    if name == "compiled_loss":
-        from replicax._src.keras.compiled_loss import compiled_loss
-
-        return publish(__name__, name, compiled_loss)
-    raise missing_name(__name__, name)
-
-
-__dir__ = publish_all(globals())
+__dir__ = publish_all(globals(), _PLACES, check=check_keras)

@@ -1,6 +1,6 @@
 """TensorFlow's ``tf.tpu`` names: ``rx.tpu``."""
 
-from replicax._src.public_names import publish_all
+from replicax._src.user.public_names import publish_all
 from replicax.tpu import experimental
 
 __all__ = ["experimental"]

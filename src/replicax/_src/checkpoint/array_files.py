@@ -8,7 +8,9 @@ the manifest has a checksum of each file, so that a file of another save or anot
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
+import functools
 import math
 import os
 import re
@@ -22,10 +24,10 @@ from typing import Any, Final, cast, final
 import jax.numpy as jnp
 import numpy as np
 
-from replicax._src.checkpoint.chunks import origins_in, part_at, position_of
+from replicax._src.checkpoint.array_chunks import origins_in, part_at, position_of
 from replicax._src.checkpoint.contents import StoredArray, WrittenFiles
 from replicax._src.checkpoint.errors import CheckpointNotFoundError, CorruptCheckpointError
-from replicax._src.extras import missing_extra
+from replicax._src.packaging.extras import missing_extra
 
 _METADATA = "zarr.json"
 # Bytes that are being written at the same time. Tensorstore also holds each of these files in its encoded form.
@@ -51,6 +53,24 @@ def tensorstore() -> Any:
     except ImportError as error:
         raise missing_extra("Saving and restoring checkpoints", "checkpoint", "tensorstore") from error
     return ts
+
+
+@functools.cache
+def _threads() -> Any:
+    """Returns the context of the threads that read and write files. The process has one, and never frees it.
+
+    A thread that has given a task to a pool of threads uses the pool once more, and tensorstore (0.1.86) does not keep
+    the pool for it. If the thread is late by 20 ms on a busy machine, and the last array of the pool was freed before,
+    the process dies of SIGSEGV or SIGABRT.
+    """
+    context = tensorstore().Context(_LIMITS)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(context))  # it is not freed when Python ends either
+    return context
+
+
+def _context(cache_bytes: int = 0) -> Any:
+    """Returns a context with a cache of its own and the threads of the process."""
+    return tensorstore().Context({"cache_pool": {"total_bytes_limit": cache_bytes}}, parent=_threads())
 
 
 def _in_files(dtype: Any) -> np.dtype:
@@ -122,7 +142,7 @@ def write_metadata(part: str, arrays: Mapping[str, StoredArray], save: str) -> d
       OSError: They cannot be written.
     """
     ts = tensorstore()
-    context = ts.Context(_LIMITS)
+    context = _context()
     opened = [
         ts.open(_spec(os.path.join(part, folder), stored, save), context=context, create=True, open=True)
         for folder, stored in arrays.items()
@@ -162,7 +182,7 @@ def write_pieces(part: str, arrays: Mapping[str, StoredArray], pieces: Iterable[
 
 def _write_pieces(part: str, arrays: Mapping[str, StoredArray], pieces: Iterable[Piece]) -> Written:
     ts = tensorstore()
-    context = ts.Context(_LIMITS)
+    context = _context()
     flying: deque[tuple[int, Any]] = deque()
     num_bytes = 0
     places: list[tuple[str, str, tuple[int, ...]]] = []
@@ -294,7 +314,7 @@ class ArrayReader:
         self._verified: set[int] = set()
         ts = tensorstore()
         self._check_metadata(crc32)
-        context = ts.Context({**_LIMITS, "cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
+        context = _context(_CACHE_BYTES)
         spec = _spec(os.path.join(path, folder), stored)
         with self._translated():
             self._array = ts.open(

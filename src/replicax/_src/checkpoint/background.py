@@ -15,6 +15,7 @@ from typing import Any, final
 
 from replicax._src.checkpoint.errors import CheckpointError
 from replicax._src.cluster.failures import ClusterFailureError
+from replicax._src.cluster.turns import turns
 
 log = logging.getLogger("replicax")
 
@@ -72,8 +73,11 @@ class Background:
         if thread is threading.current_thread():
             return
         if thread is not None:
-            thread.join(timeout_s)
-            if thread.is_alive():
+            for turn_s in turns(timeout_s):
+                thread.join(turn_s)
+                if not thread.is_alive():
+                    break
+            else:
                 raise TimeoutError(f"A checkpoint is still being written after {timeout_s} s.")
             self._thread = None if self._thread is thread else self._thread
         failure = self._failure
@@ -95,13 +99,18 @@ class Background:
 
 @functools.cache
 def _finish_at_exit() -> None:
-    """Makes Python wait at exit before it closes the thread pools that the tasks need.
+    """Makes Python wait at exit before it closes the thread pools that the tasks need."""
+    call_at_exit(_finish)
+
+
+def call_at_exit(function: Callable[[], Any]) -> None:
+    """Calls a function when Python ends, while thread pools still accept tasks.
 
     There is no public way: ``atexit`` runs later, when ``concurrent.futures`` no longer accepts tasks.
     """
     register = getattr(threading, "_register_atexit", None)
     if register is not None:
-        register(_finish)
+        register(function)
 
 
 def saves_under(path: str) -> list[Background]:

@@ -19,30 +19,39 @@ import functools
 import logging
 import os
 import shutil
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, final
 
-from replicax._src import context, jax_compat
-from replicax._src.checkpoint import processes
+import numpy as np
+
+from replicax._src.checkpoint import agreement
 from replicax._src.checkpoint.array_files import tensorstore
-from replicax._src.checkpoint.arrays import ArrayLeaf
+from replicax._src.checkpoint.array_leaves import ArrayLeaf, VariableLeaf
+from replicax._src.checkpoint.boundary import objects_of
 from replicax._src.checkpoint.contents import Contents, SavedObject
-from replicax._src.checkpoint.directory import records_in
+from replicax._src.checkpoint.directory import later_time
 from replicax._src.checkpoint.errors import enumerated
-from replicax._src.checkpoint.graph import Graph, kind_of
+from replicax._src.checkpoint.graph import Graph
 from replicax._src.checkpoint.host_copy import HostBuffers, HostCopy, copy_to_host
+from replicax._src.checkpoint.in_memory import ReadableCheckpoint, described
+from replicax._src.checkpoint.load_status import LoadStatus
 from replicax._src.checkpoint.pytrees import Holder
 from replicax._src.checkpoint.restoring import Restoration, advance_all
+from replicax._src.checkpoint.same_objects import SavedKinds
 from replicax._src.checkpoint.saved import SavedCheckpoint
-from replicax._src.checkpoint.status import LoadStatus
 from replicax._src.checkpoint.tracked import Growing, Parts, Trackable, escaped
 from replicax._src.checkpoint.trees import StateLeaf
-from replicax._src.checkpoint.writing import Snapshot, check_space, new_part, write, write_error
-from replicax._src.errors import CrossReplicaContextError, InvalidArgumentError
-from replicax._src.framework import trackings, use_imported
-from replicax._src.options import path_of
+from replicax._src.checkpoint.writing import PendingCheckpoint, check_space, new_part, write, write_error
+from replicax._src.cluster.gathered import GatheredValues
+from replicax._src.jax_internals import jax_compat
+from replicax._src.lowering.held_state import arrays_of_programs
+from replicax._src.lowering.spmd import BindingGroup
+from replicax._src.scope import context
+from replicax._src.tracing.bindings import is_adopted
 from replicax._src.tracing.capture import current_capture
+from replicax._src.values.framework import trackings, use_imported
+from replicax._src.vocabulary.errors import CrossReplicaContextError, InvalidArgumentError
+from replicax._src.vocabulary.options import path_of
 
 log = logging.getLogger("replicax")
 
@@ -138,6 +147,7 @@ class Checkpoint(Trackable, Growing):
             Earlier checkpoints are unchanged.
           CrossReplicaContextError: It is called in a replica function, or in an ``rx.function``.
           DonatedError: An array of a pytree has been donated to a program.
+          InvalidArgumentError: The processes save different objects; raised in all.
           UnsharedDirectoryError: The processes do not share the directory.
           MissingExtraError: tensorstore is not installed.
         """
@@ -159,7 +169,7 @@ class Checkpoint(Trackable, Growing):
     def _write(self, path: str, number: int) -> str:
         _check_context("save")
         path = os.path.abspath(path)
-        processes.check_shared(os.path.dirname(path))
+        agreement.check_shared(os.path.dirname(path))
         self.snapshot(path, number=number)()
         return path
 
@@ -175,7 +185,7 @@ class Checkpoint(Trackable, Growing):
         use_imported()
         tensorstore()
         self._tell_of_unused()
-        if processes.is_alone() and not processes.is_chief():
+        if (agreement.is_alone() and not agreement.is_chief()) or agreement.is_solo():
             return lambda: 0
         self._buffers.reserve()
         try:
@@ -192,82 +202,138 @@ class Checkpoint(Trackable, Growing):
 
         return run
 
-    def _agreed(self, path: str, is_own: bool, number: int, metrics: Any) -> Snapshot:
-        """Returns what will be saved, of which all processes have been told. It communicates once."""
+    def _agreed(self, path: str, is_own: bool, number: int, metrics: Any) -> PendingCheckpoint:
+        """Returns what will be saved, of which all processes have been told. It communicates once, and once more if the
+        chief dies meanwhile.
+        """
         part, time_s = "", 0.0
         try:
 
             def begin() -> tuple[tuple[SavedObject, ...], HostCopy, dict[str, Any]]:
                 nonlocal part, time_s
-                if is_own or processes.is_chief():
+                if is_own or agreement.is_chief():
                     part, time_s = new_part(path), self._later_time(os.path.dirname(path))
                 return self._copied(path, part, is_own)
 
-            (objects, copy, states), told = processes.told_together(
-                f"copying for {os.path.basename(path)}",
-                begin,
-                lambda copied: {
-                    "path": path,
-                    "part": part,
-                    "turns": copied[1].turns,
-                    "states": copied[2],
-                },
-            )
-            _check_equal(told)
+            while True:
+                (objects, copy, states), told = agreement.gather_results(
+                    f"copying for {os.path.basename(path)}",
+                    begin,
+                    lambda copied: {
+                        "path": path,
+                        "part": part,
+                        "time_s": time_s,
+                        "objects": SavedKinds.of_copy(copied[1].arrays, copied[2]).digest,
+                        "turns": copied[1].turns,
+                        "states": copied[2],
+                    },
+                )
+                leading = [number for number, each in zip(told.numbers, told, strict=True) if each["part"]]
+                if leading:
+                    break
+            _check_equal(told, SavedKinds.of_copy(copy.arrays, states))
         except BaseException:
             if part:
                 shutil.rmtree(part, ignore_errors=True)
             raise
-        agreed = {key: processes.agreed_state([each["states"].get(key) for each in told]) for key in states}
-        chiefs = told[0]["part"]
+        agreed = {
+            key: agreement.agreed_state([each["states"].get(key) for each in told], told.numbers)
+            for key in states
+        }
+        chiefs = told[told.numbers.index(leading[0])]
+        if not is_own:
+            time_s = self._time_s = chiefs["time_s"]
         contents = Contents(
             objects,
             copy.arrays,
             agreed,
-            save=os.path.basename(chiefs),
-            processes=processes.names(),
+            save=os.path.basename(chiefs["part"]),
+            processes=agreement.names(),
             number=number,
             time_s=time_s,
             metrics=metrics,
-            part_of=processes.process_number() if is_own else None,
+            part_of=agreement.process_number() if is_own else None,
         )
-        return Snapshot(part if is_own else chiefs, contents, copy.pieces, copy.written)
+        return PendingCheckpoint(
+            part if is_own else chiefs["part"],
+            contents,
+            copy.pieces,
+            copy.written,
+            leading[0],
+            agreement.tolerates_failures(),
+        )
+
+    def in_memory(self, number: int) -> tuple[dict[str, Any], list[np.ndarray]]:
+        """Returns the checkpoint as the arguments of ``CheckpointInMemory``. No save may be running. It does not
+        communicate. The arrays stay unchanged until the next save. Private.
+        """
+        _check_context("save")
+        use_imported()
+        self._buffers.reserve()
+        try:
+            objects, copy, states = self._copied("", "", False, is_alone=True)
+        finally:
+            self._buffers.free()
+        contents = Contents(
+            objects,
+            copy.arrays,
+            {key: [state] for key, state in states.items()},
+            save="",
+            processes=agreement.names(),
+            number=number,
+            time_s=self._time_s,
+        )
+        return described(contents, copy.pieces, self._compared())
+
+    def _compared(self) -> dict[str, tuple[bool, bool]]:
+        """Returns for each variable whether other processes need no comparison of its value; see ``note_compared``."""
+        graph = Graph(self)
+        BindingGroup.update_bindings()  # it puts off noting what the last program has written
+        in_loops, of_programs = _values_in_loops(graph), arrays_of_programs()
+        compared: dict[str, tuple[bool, bool]] = {}
+        for key, leaf in graph.leaves():
+            if isinstance(leaf, VariableLeaf):
+                value = in_loops.get(id(leaf.of)) if leaf.stored is None else leaf.stored
+                compared[key] = is_adopted(leaf.binding), id(value) in of_programs
+        return compared
 
     def _later_time(self, directory: str) -> float:
         """Returns the time, or a little more than that of the latest checkpoint if the clock was set back."""
-        there = [record.contents.time_s for record in records_in(directory)]
-        self._time_s = max(time.time(), *(known + 1e-3 for known in (self._time_s, *there)))
+        self._time_s = later_time(directory, self._time_s)
         return self._time_s
 
     def _copied(
-        self, path: str, part: str, is_own: bool
+        self, path: str, part: str, is_own: bool, *, is_alone: bool = False
     ) -> tuple[tuple[SavedObject, ...], HostCopy, dict[str, Any]]:
-        """Returns the graph of the tracked objects, and copies of their arrays and states."""
+        """Returns the graph of the tracked objects, and copies of their arrays and states.
+
+        With ``is_alone`` only this process copies. A framework's loop then keeps its values: if one process gave them
+        to the variables, it alone would compare them before the next step.
+        """
         graph = Graph(self)
-        for node in graph.nodes:
+        in_loops = _values_in_loops(graph) if is_alone else {}
+        for node in () if is_alone else graph.nodes:
             for tracking in trackings():
                 tracking.prepare(node.object)
         leaves = dict(graph.leaves())
         states = {key: leaf.take() for key, leaf in leaves.items() if isinstance(leaf, StateLeaf)}
         arrays = {key: leaf for key, leaf in leaves.items() if isinstance(leaf, ArrayLeaf)}
         try:
-            copy = copy_to_host(arrays, self._buffers, part, processes.process_number(), is_own=is_own)
+            copy = copy_to_host(
+                arrays,
+                self._buffers,
+                part,
+                agreement.process_number(),
+                is_own=is_own,
+                has_rest=bool(part) or agreement.tolerates_failures(),
+                in_loops=in_loops,
+            )
         except OSError as error:
             raise write_error(path, error) from error
         if part:
             check_space(path, copy.num_bytes)
         known = copy.arrays.keys() | states.keys()
-        is_saved = [
-            node.leaf is None or node.key in known for node in graph.nodes
-        ]  # others have no value yet
-        objects = tuple(
-            SavedObject(
-                {name: child for name, child in node.children.items() if is_saved[child]},
-                node.key if node.leaf is not None and is_saved[number] else "",
-                kind_of(node.object),
-            )
-            for number, node in enumerate(graph.nodes)
-        )
+        objects = objects_of(graph, known)  # other leaves have no value yet
         return objects, copy, states
 
     def _tell_of_unused(self) -> None:
@@ -331,7 +397,7 @@ class Checkpoint(Trackable, Growing):
         path = (
             None if save_path is None else os.path.abspath(path_of(save_path, "save_path", "training/ckpt-3"))
         )
-        if path is None and processes.is_alone():
+        if path is None and agreement.is_alone():
             return LoadStatus(None)
         saved = self._opened(path)
         if saved is None:
@@ -345,17 +411,15 @@ class Checkpoint(Trackable, Growing):
         def open_here() -> SavedCheckpoint | None:
             if path is None:
                 return None
-            processes.finish_saves(path)
+            agreement.finish_saves(path)
             return SavedCheckpoint(path)
 
         def identity(saved: SavedCheckpoint | None) -> list[Any]:
             return [path, None if saved is None else [saved.contents.save, saved.contents.time_s]]
 
-        saved, told = processes.told_together("opening a checkpoint", open_here, identity)
+        saved, told = agreement.gather_results("opening a checkpoint", open_here, identity)
         if any(each[1] != told[0][1] for each in told):
-            listed = ", ".join(
-                f"{name} {given!r}" for name, (given, _) in zip(processes.names(), told, strict=True)
-            )
+            listed = ", ".join(f"{name} {given!r}" for name, (given, _) in told.named())
             raise InvalidArgumentError(
                 f"Checkpoint.restore was given different checkpoints: {listed}. All processes must restore the same "
                 "one, from a shared directory; rx.CheckpointManager(...).restore_or_initialize() agrees on the latest "
@@ -363,16 +427,15 @@ class Checkpoint(Trackable, Growing):
             )
         return saved
 
-    def restore_saved(self, saved: SavedCheckpoint, *, is_strict: bool = False) -> LoadStatus:
+    def restore_saved(self, saved: ReadableCheckpoint, *, is_strict: bool = False) -> LoadStatus:
         """Restores a checkpoint. Every process calls it. A strict restore refuses a checkpoint of another model.
         Private.
         """
         _check_context("restore")
         use_imported()
-        share = (processes.process_number(), len(processes.names()))
-        restoration = Restoration(saved, self, processes.own_state, share)
+        restoration = Restoration(saved, self, agreement.own_state, agreement.share_of_verifying())
         what = f"restoring {os.path.basename(saved.path)}"
-        restoration.advance(is_strict=is_strict, together=functools.partial(processes.together, what))
+        restoration.advance(is_strict=is_strict, together=functools.partial(agreement.together, what))
         if self._restoration is not None:  # a failure changes nothing: the previous restoration stays active
             self._restoration.drop()
         self._restoration = None if restoration.is_whole else restoration
@@ -382,6 +445,12 @@ class Checkpoint(Trackable, Growing):
     def __repr__(self) -> str:
         names = ", ".join(name for name in vars(self) if not name.startswith("_") and name != "save_counter")
         return f"Checkpoint({names}, save_counter={self.save_counter})"
+
+
+def _values_in_loops(graph: Graph) -> dict[int, Any]:
+    """Returns the values that a framework's loop holds in place of variables, by the identity of the variable."""
+    readers = (tracking.in_loop(node.object) for node in graph.nodes for tracking in trackings())
+    return {number: value for read in readers if read is not None for number, value in read().items()}
 
 
 _OWN_NAMES = {"_holder", "_restoration", "_waiting", "_buffers", "_time_s"}
@@ -398,19 +467,22 @@ def _check_name(name: str, *, is_counter_own: bool = True) -> None:
         )
 
 
-def _check_equal(told: Sequence[Mapping[str, Any]]) -> None:
+def _check_equal(told: GatheredValues, own: SavedKinds) -> None:
     """Checks that all processes save the same."""
     names = [os.path.basename(each["path"]) for each in told]
-    listed = ", ".join(f"{process} {name!r}" for process, name in zip(processes.names(), names, strict=True))
+    listed = ", ".join(f"{process} {name!r}" for process, name in told.with_values(names).named())
     if len({*names}) > 1:
         raise InvalidArgumentError(
             f"The processes save different checkpoints: {listed}. All processes must make the same calls in the same "
             "order: save after the same step in each of them."
         )
+    digests = [each["objects"] for each in told]
+    tell = functools.partial(agreement.gather, "which objects are saved")
+    own.check(names[0], digests, tell)
     if len({each["turns"] for each in told}) > 1:
         raise InvalidArgumentError(
-            f"The processes save different arrays as {names[0]!r}. Track the same objects, with the same shapes and "
-            "layouts, in each of them."
+            f"The processes save arrays with different layouts as {names[0]!r}. Make the variables in the scope of the same "
+            "strategy in each of them."
         )
 
 

@@ -15,16 +15,16 @@ import dataclasses
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Self, final
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final, Self, final
 
 import jax.numpy as jnp
 
-from replicax._src import strict_json
-from replicax._src.checkpoint.chunks import grid_of
+from replicax._src.checkpoint.array_chunks import grid_of
 from replicax._src.checkpoint.errors import CorruptCheckpointError
-from replicax._src.dtypes import dtype_name
-from replicax._src.options import VariableAggregation
+from replicax._src.untrusted.strict_json import Form, JsonReader, TextError, read_json, wrong
+from replicax._src.values.dtypes import dtype_name
+from replicax._src.vocabulary.options import VariableAggregation
 
 MANIFEST = "manifest.json"
 ARRAYS = "arrays"
@@ -76,21 +76,15 @@ class StoredArray:
           TextError: They do not.
         """
         if not len(self.shape) == len(self.chunk) == len(self.file):
-            raise strict_json.wrong(
-                f"{where}: file", self.file, f"a shape of {len(self.shape)} dims, like its chunk"
-            )
+            raise wrong(f"{where}: file", self.file, f"a shape of {len(self.shape)} dims, like its chunk")
         for shape in (self.shape, self.file):
-            strict_json.check_size(shape, jnp.dtype(self.dtype).itemsize, f"{where}: shape")
+            JsonReader(shape, f"{where}: shape").check_size(jnp.dtype(self.dtype).itemsize)
         if any(size % by for size, by in zip(self.file, self.chunk, strict=True)):
-            raise strict_json.wrong(f"{where}: file", self.file, f"a shape of whole chunks, {self.chunk}")
+            raise wrong(f"{where}: file", self.file, f"a shape of whole chunks, {self.chunk}")
         if len(self.writers) not in (bool(self.num_files), self.num_files, 1):
-            raise strict_json.wrong(
-                f"{where}: writers", self.writers, f"one, or one for each of {self.num_files} files"
-            )
+            raise wrong(f"{where}: writers", self.writers, f"one, or one for each of {self.num_files} files")
         if any(writer >= num_processes for writer in self.writers):
-            raise strict_json.wrong(
-                f"{where}: writers", self.writers, f"numbers of {num_processes} processes"
-            )
+            raise wrong(f"{where}: writers", self.writers, f"numbers of {num_processes} processes")
 
 
 @final
@@ -118,10 +112,10 @@ class WrittenFiles:
           TextError: It has not.
         """
         if len(self.checksums) != num_files:
-            raise strict_json.wrong(f"{where}.checksums", self.checksums, f"a list of {num_files}")
+            raise wrong(f"{where}.checksums", self.checksums, f"a list of {num_files}")
         has_one = any(checksum is not None for checksum in self.checksums)
         if len(self.sizes) not in ((1, num_files) if has_one else (0, 1, num_files)):
-            raise strict_json.wrong(f"{where}.sizes", self.sizes, f"one number, or {num_files}")
+            raise wrong(f"{where}.sizes", self.sizes, f"one number, or {num_files}")
 
     @classmethod
     def from_rows(cls, rows: Iterable[tuple[int, int, int]], num_files: int) -> Self:
@@ -159,11 +153,11 @@ class SavedArray:
         """
         components = None if self.components is None else self.components.shape
         if components is not None and not (components and components[0]):
-            raise strict_json.wrong(f"{where}.components", components, "a shape [R, ...]")
+            raise wrong(f"{where}.components", components, "a shape [R, ...]")
         if self.value is not None and components is not None and components[1:] != self.value.shape:
-            raise strict_json.wrong(f"{where}.components", components, f"the shape [R, *{self.value.shape}]")
+            raise wrong(f"{where}.components", components, f"the shape [R, *{self.value.shape}]")
         if self.value is None and (components is None or not self.combine):
-            raise strict_json.TextError(f"{where} has no value, and no components that combine to one")
+            raise TextError(f"{where} has no value, and no components that combine to one")
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -244,14 +238,14 @@ class Contents:
         return f'{{"crc32": {zlib.crc32(held.encode())}, "contents":\n{held}}}\n'
 
     @classmethod
-    def of_text(cls, text: str, where: str) -> Self:
+    def from_text(cls, text: str, where: str) -> Self:
         """Reads the text of a manifest.
 
         Raises:
           CorruptCheckpointError: It is damaged, or was written by another version.
         """
         try:
-            whole = strict_json.read_json(text, most_bytes=_MOST_BYTES)
+            whole = read_json(text, most_bytes=_MOST_BYTES)
             held = whole["contents"]
             is_whole = isinstance(held, dict) and zlib.crc32(_text(held).encode()) == whole["crc32"]
         except (ValueError, KeyError, TypeError):
@@ -264,9 +258,9 @@ class Contents:
         if held.get("format") not in _READABLE:
             raise CorruptCheckpointError(f"{where!r} was written by another version of replicax.")
         try:
-            contents = cls(**_MANIFEST[held.pop("format")](held, "contents"))
+            contents = cls(**JsonReader(held, "contents").record(_FIELDS[held.pop("format")]))
             contents._check()
-        except strict_json.TextError as error:
+        except TextError as error:
             raise CorruptCheckpointError(
                 f"{where!r} does not describe a checkpoint, though its checksum is right: {error}. Another program has "
                 "written it. Restore another checkpoint."
@@ -283,26 +277,24 @@ class Contents:
             where = f"contents.objects[{number}]"
             for name, child in each.children.items():
                 if child >= len(self.objects):
-                    raise strict_json.wrong(f"{where}.children[{name!r}]", child, "the number of an object")
+                    raise wrong(f"{where}.children[{name!r}]", child, "the number of an object")
             if each.key and each.key not in self.arrays and each.key not in self.states:
-                raise strict_json.wrong(f"{where}.key", each.key, "the key of an array or a state")
+                raise wrong(f"{where}.key", each.key, "the key of an array or a state")
         for key, states in self.states.items():
             if len(states) not in (1, len(self.processes)):
-                raise strict_json.wrong(
-                    f"contents.states[{key!r}]", states, "one state, or one for each process"
-                )
+                raise wrong(f"contents.states[{key!r}]", states, "one state, or one for each process")
         if self.part_of is not None and self.part_of >= len(self.processes):
-            raise strict_json.wrong("contents.part_of", self.part_of, "the number of a process")
+            raise wrong("contents.part_of", self.part_of, "the number of a process")
         for key, array in self.arrays.items():
             array.check(f"contents.arrays[{key!r}]")
         for folder, _, stored in self.folders():
             stored.check(f"the array in {folder!r}", len(self.processes))
             if folder not in self.checksums:
-                raise strict_json.TextError(f"contents.checksums has no {folder!r}")
+                raise TextError(f"contents.checksums has no {folder!r}")
             if folder in self.files:
                 self.files[folder].check(f"contents.files[{folder!r}]", stored.num_files)
             elif self.files:
-                raise strict_json.TextError(f"contents.files has no {folder!r}")
+                raise TextError(f"contents.files has no {folder!r}")
 
 
 def _text(held: Any) -> str:
@@ -312,95 +304,84 @@ def _text(held: Any) -> str:
 # --- the form of a manifest -----------------------------------------------------------------------------------
 
 
-def _key(value: Any, where: str) -> str:
+def _key(it: JsonReader) -> str:
     """Accepts keys that stay inside the folder of arrays."""
-    strict_json.string(value, where)
-    if value and ("\0" in value or not {"", ".", ".."}.isdisjoint(value.split("/"))):
-        raise strict_json.wrong(where, value, "the key of an array: names, separated by '/'")
-    return value
+    key = it.string()
+    if key and ("\0" in key or not {"", ".", ".."}.isdisjoint(key.split("/"))):
+        raise it.wrong("the key of an array: names, separated by '/'")
+    return key
 
 
-def _state(value: Any, where: str) -> Any:
-    if value is None:  # of a process that did not track it
-        return value
-    if isinstance(value, dict):
-        text = _BYTES(value, where)["bytes"]
+def _state(it: JsonReader) -> Any:
+    if it.value is None:  # of a process that did not track it
+        return it.value
+    if isinstance(it.value, dict):
+        text = it.record({"bytes": JsonReader.string})["bytes"]
         try:
             base64.b64decode(text, validate=True)
         except ValueError as error:
-            raise strict_json.wrong(where, text, "bytes in base64") from error
-        return value
-    return list(strict_json.fixed(strict_json.anything)(value, where))
-
-
-def _as(kind: Callable[..., Any], fields: Mapping[str, strict_json.Check]) -> strict_json.Check:
-    """Accepts an object with the fields of a class, and returns an instance."""
-    check = strict_json.record(fields)
-    return lambda value, where: kind(**check(value, where))
+            raise wrong(it.where, text, "bytes in base64") from error
+        return it.value
+    return list(it.fixed(JsonReader.anything))
 
 
 _MOST_DIMS = 32
-_BYTES = strict_json.record({"bytes": strict_json.string})
-_SHAPE = strict_json.items(strict_json.count, most=_MOST_DIMS)
-_STEP = strict_json.items(strict_json.whole(1), most=_MOST_DIMS)
-_STORED = _as(
-    StoredArray,
-    {
-        "shape": _SHAPE,
-        "dtype": dtype_name,
-        "chunk": _STEP,
-        "file": _STEP,
-        "writers": strict_json.items(strict_json.count),
-    },
-)
-_ARRAY = _as(
-    SavedArray,
-    {
-        "label": strict_json.string,
-        "value": strict_json.optional(_STORED),
-        "components": strict_json.optional(_STORED),
-        "combine": strict_json.one_of("", *(each.name for each in VariableAggregation)),
-    },
-)
-_OBJECT = _as(
-    SavedObject,
-    {
-        "children": strict_json.table(strict_json.count),
-        "key": strict_json.string,
-        "kind": strict_json.string,
-    },
-)
-_FILES = _as(
-    WrittenFiles,
-    {
-        "sizes": strict_json.items(strict_json.count),
-        "checksums": strict_json.items(strict_json.optional(strict_json.crc32)),
-    },
-)
 
 
-def _states(value: Any, where: str) -> list[Any]:
-    return list(strict_json.items(_state, least=1)(value, where))
+def _shape(it: JsonReader) -> tuple[int, ...]:
+    return it.items(JsonReader.count, most=_MOST_DIMS)
 
 
-def _metric(value: Any, where: str) -> float:
-    """Accepts every number, also NaN and infinity."""
-    return value if isinstance(value, float) else strict_json.number(value, where)
+def _step(it: JsonReader) -> tuple[int, ...]:
+    return it.items(lambda size: size.whole(1), most=_MOST_DIMS)
 
 
-_OF_FORMAT_4 = {
-    "objects": strict_json.items(_OBJECT, least=1),
-    "arrays": strict_json.table(_ARRAY, _key),
-    "states": strict_json.table(_states),
-    "save": strict_json.string,
-    "processes": strict_json.items(strict_json.string, least=1),
-    "number": strict_json.whole(most=10**250),  # a part of a file's name
-    "time_s": strict_json.number,
-    "metrics": strict_json.optional(strict_json.table(_metric)),
-    "part_of": strict_json.optional(strict_json.count),
-    "checksums": strict_json.table(strict_json.crc32),
+def _counts(it: JsonReader) -> tuple[int, ...]:
+    return it.items(JsonReader.count)
+
+
+def _stored(it: JsonReader) -> StoredArray:
+    fields = {"shape": _shape, "dtype": dtype_name, "chunk": _step, "file": _step, "writers": _counts}
+    return StoredArray(**it.record(fields))
+
+
+_COMBINING: Final = ("", *(each.name for each in VariableAggregation))
+_ARRAY: Final[Mapping[str, Form[Any]]] = {
+    "label": JsonReader.string,
+    "value": lambda it: it.optional(_stored),
+    "components": lambda it: it.optional(_stored),
+    "combine": lambda it: it.one_of(*_COMBINING),
 }
-_MANIFEST = {
-    4: strict_json.record(_OF_FORMAT_4),
-    _FORMAT: strict_json.record({**_OF_FORMAT_4, "files": strict_json.table(_FILES)}),
+_OBJECT: Final[Mapping[str, Form[Any]]] = {
+    "children": lambda it: it.table(JsonReader.count),
+    "key": JsonReader.string,
+    "kind": JsonReader.string,
+}
+
+
+def _files(it: JsonReader) -> WrittenFiles:
+    checksums: Form[Any] = lambda each: each.optional(JsonReader.crc32)  # noqa: E731
+    return WrittenFiles(**it.record({"sizes": _counts, "checksums": lambda each: each.items(checksums)}))
+
+
+def _metric(it: JsonReader) -> float:
+    """Accepts every number, also NaN and infinity."""
+    return it.value if isinstance(it.value, float) else it.number()
+
+
+_OF_FORMAT_4: Final[Mapping[str, Form[Any]]] = {
+    "objects": lambda it: it.items(lambda each: SavedObject(**each.record(_OBJECT)), least=1),
+    "arrays": lambda it: it.table(lambda each: SavedArray(**each.record(_ARRAY)), _key),
+    "states": lambda it: it.table(lambda each: list(each.items(_state, least=1))),
+    "save": JsonReader.string,
+    "processes": lambda it: it.items(JsonReader.string, least=1),
+    "number": lambda it: it.whole(most=10**250),  # a part of a file's name
+    "time_s": JsonReader.number,
+    "metrics": lambda it: it.optional(lambda each: each.table(_metric)),
+    "part_of": lambda it: it.optional(JsonReader.count),
+    "checksums": lambda it: it.table(JsonReader.crc32),
+}
+_FIELDS: Final[Mapping[int, Mapping[str, Form[Any]]]] = {
+    4: _OF_FORMAT_4,
+    _FORMAT: {**_OF_FORMAT_4, "files": lambda it: it.table(_files)},
 }

@@ -6,13 +6,14 @@ import functools
 import logging
 import os
 import re
+import time
 
-from replicax._src.checkpoint import processes
+from replicax._src.checkpoint import agreement
 from replicax._src.checkpoint.contents import MANIFEST
 from replicax._src.checkpoint.errors import CheckpointError
-from replicax._src.checkpoint.retention import Record
+from replicax._src.checkpoint.retention import CheckpointRecord
 from replicax._src.checkpoint.saved import SavedCheckpoint
-from replicax._src.options import path_of
+from replicax._src.vocabulary.options import path_of
 
 log = logging.getLogger("replicax")
 
@@ -36,7 +37,7 @@ def paths_in(directory: str, name: str | None = None) -> list[str]:
     return [os.path.join(os.path.abspath(directory), entry) for _, entry in numbered]
 
 
-def records_in(directory: str, name: str | None = None) -> list[Record]:
+def records_in(directory: str, name: str | None = None) -> list[CheckpointRecord]:
     """Returns the checkpoints with a readable manifest, in the order in which they were saved. Verifies no other
     files.
     """
@@ -44,7 +45,13 @@ def records_in(directory: str, name: str | None = None) -> list[Record]:
     return sorted(records, key=lambda record: record.contents.time_s)
 
 
-def _record(path: str) -> Record | None:
+def later_time(directory: str, known_s: float = 0.0) -> float:
+    """Returns the time, or a little more than that of the latest known checkpoint if the clock was set back."""
+    there = [record.contents.time_s for record in records_in(directory)]
+    return max(time.time(), *(known + 1e-3 for known in (known_s, *there)))
+
+
+def _record(path: str) -> CheckpointRecord | None:
     try:
         stat = os.stat(os.path.join(path, MANIFEST))
         return _read(path, stat.st_mtime_ns, stat.st_ino)
@@ -53,9 +60,9 @@ def _record(path: str) -> Record | None:
 
 
 @functools.lru_cache(maxsize=256)
-def _read(path: str, changed_ns: int, inode: int) -> Record:
+def _read(path: str, changed_ns: int, inode: int) -> CheckpointRecord:
     del changed_ns, inode
-    return Record(path, SavedCheckpoint(path).contents)
+    return CheckpointRecord(path, SavedCheckpoint(path).contents)
 
 
 def latest_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> str | None:
@@ -73,7 +80,7 @@ def latest_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> str | None:
     Source: TensorFlow, ``tf.train.latest_checkpoint``.
     """
     directory = path_of(checkpoint_dir, "checkpoint_dir", "training")
-    processes.wait_for_saves(directory)
+    agreement.wait_for_saves(directory)
     records = records_in(directory)
     latest = records[-1].path if records else _latest_of_keras(directory)
     if latest is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from replicax._src.errors import InvalidArgumentError, ReplicaxError
+from replicax._src.vocabulary.errors import InvalidArgumentError, ReplicaxError
 
 
 class CheckpointError(ReplicaxError):
@@ -33,6 +33,10 @@ class CheckpointWriteError(CheckpointError, OSError):
 
 class UnsharedDirectoryError(CheckpointError):
     """The processes do not share one directory for checkpoints."""
+
+
+class NoBoundaryError(CheckpointError, RuntimeError):
+    """A program trains with ``save_on_failure=True`` and marks no boundary at which its state could be kept."""
 
 
 class UntrackableError(InvalidArgumentError):

@@ -6,19 +6,19 @@ import contextlib
 import errno
 import fnmatch
 import functools
-import importlib
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
-from replicax._src.checkpoint import orbax_directories, processes, safetensors_files
+from replicax._src.checkpoint import agreement, orbax_directories, safetensors_files
 from replicax._src.checkpoint.errors import CheckpointWriteError
 from replicax._src.checkpoint.reader import opened
 from replicax._src.checkpoint.saved import SavedCheckpoint, SavedValue
 from replicax._src.checkpoint.writing import beside
-from replicax._src.errors import InvalidArgumentError, ReplicaxError
-from replicax._src.options import path_of
+from replicax._src.hooks import hook
+from replicax._src.vocabulary.errors import InvalidArgumentError, ReplicaxError
+from replicax._src.vocabulary.options import path_of
 
 _SAFETENSORS: Final = ".safetensors"
 _WEIGHTS: Final = ".weights.h5"
@@ -68,7 +68,7 @@ def export(
     saved = opened(path)
     if ending in _OF_KERAS:
         assert model is not None
-        files_of_keras = importlib.import_module("replicax._src.keras.exported_files")
+        files_of_keras = hook("exported_keras_files")
         write = files_of_keras.writing(saved, model, name)
     else:
         arrays = _chosen(saved, "*" if only is None else only)
@@ -198,7 +198,7 @@ def export_weights(model: Any, file: str | os.PathLike[str]) -> str | None:
         raise InvalidArgumentError(
             f"export_weights needs a Keras model that is built: call it on some data first. Got {model!r:.200}."
         )
-    if not processes.is_chief():
+    if not agreement.is_chief():
         return None
     with _in_place(file, _WEIGHTS) as part:
         model.save_weights(part, overwrite=True)

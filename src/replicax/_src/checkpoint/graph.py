@@ -11,10 +11,10 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from replicax._src.checkpoint.arrays import leaf_of_variable
+from replicax._src.checkpoint.array_leaves import leaf_of_variable
 from replicax._src.checkpoint.tracked import Leaf, Parts, Trackable
 from replicax._src.checkpoint.trees import leaf_of_state
-from replicax._src.framework import trackings
+from replicax._src.values.framework import trackings
 
 
 def kind_of(tracked: Any) -> str:
@@ -22,7 +22,7 @@ def kind_of(tracked: Any) -> str:
     return next(filter(None, (tracking.kind_of(tracked) for tracking in trackings())), "")
 
 
-def found_in(tracked: Any) -> Parts | Leaf | None:
+def contents_of(tracked: Any) -> Parts | Leaf | None:
     """Returns the parts of an object, or its leaf if it is one; None if it has nothing to save.
 
     Variables come before objects of frameworks, because those of nnx-backed Keras are both. Objects with only
@@ -51,7 +51,7 @@ def items_of(pytree: Any) -> Mapping[Any, Any] | None:
 def has_tracked(pytree: Any) -> bool:
     """True if a list, tuple or dict, or one inside it, has an item that is saved as an object."""
     items = items_of(pytree) or {}
-    return any(found_in(item) is not None or has_tracked(item) for item in items.values())
+    return any(contents_of(item) is not None or has_tracked(item) for item in items.values())
 
 
 @final
@@ -86,13 +86,13 @@ class Graph:
         self._walk(root)
 
     def _walk(self, root: Any) -> None:
-        waiting: deque[int] = deque([self._number(root, found_in(root), ())])
+        waiting: deque[int] = deque([self._number(root, contents_of(root), ())])
         while waiting:
             node = self.nodes[waiting.popleft()]
-            parts = {} if node.leaf is not None else found_in(node.object) or {}
+            parts = {} if node.leaf is not None else contents_of(node.object) or {}
             assert isinstance(parts, Mapping)
             for name, part in parts.items():
-                found = found_in(part)
+                found = contents_of(part)
                 if found is None:
                     continue
                 num_known = len(self.nodes)

@@ -17,14 +17,15 @@ from typing import Any, final
 import jax
 import numpy as np
 
-from replicax._src import jax_compat
+from replicax._src.checkpoint.array_chunks import Cut, chunk_shapes, part_at, writers_of
 from replicax._src.checkpoint.array_files import Piece, Written, write_pieces
-from replicax._src.checkpoint.arrays import ArrayLeaf, Held
-from replicax._src.checkpoint.chunks import Cut, chunk_shapes, part_at, writers_of
+from replicax._src.checkpoint.array_leaves import ArrayLeaf, Held
 from replicax._src.checkpoint.contents import ARRAYS, COMPONENTS, SavedArray, StoredArray
-from replicax._src.errors import DonatedError
+from replicax._src.cluster.turns import turns
+from replicax._src.jax_internals import jax_compat
 from replicax._src.tracing.bindings import state_lock
-from replicax._src.variables.server_arrays import ServerArray
+from replicax._src.variables.remote_array import RemoteArray
+from replicax._src.vocabulary.errors import DonatedError
 
 
 @final
@@ -42,7 +43,9 @@ class HostBuffers:
 
     def reserve(self) -> None:
         """Waits until no save uses the memory, and reserves it for the next one."""
-        self._in_use.acquire()
+        for turn_s in turns():
+            if self._in_use.acquire(timeout=-1 if turn_s is None else turn_s):
+                return
 
     def free(self) -> None:
         """Ends the use by a save, in any thread."""
@@ -88,59 +91,118 @@ class HostCopy:
 
 
 def copy_to_host(
-    leaves: Mapping[str, ArrayLeaf], buffers: HostBuffers, part: str, number: int, *, is_own: bool = False
+    leaves: Mapping[str, ArrayLeaf],
+    buffers: HostBuffers,
+    part: str,
+    number: int,
+    *,
+    is_own: bool = False,
+    has_rest: bool,
+    in_loops: Mapping[int, Any] | None = None,
 ) -> HostCopy:
-    """Copies what this process will write. It communicates with parameter servers only.
+    """Copies what this process will write. It communicates only where arrays live elsewhere.
 
-    All values on one parameter server are of the same moment. Tables are written at once, in blocks of rows.
+    All values of one place elsewhere are of the same moment. Tables are written at once, in blocks of rows.
 
     Args:
       leaves: The leaves by key.
       buffers: The memory for the copies.
       part: The directory for tables.
-      number: The number of this process. Process 0 writes what is not shared by several processes.
+      number: The number of this process.
       is_own: True to copy all that the devices of this process hold, for a checkpoint of its own.
+      has_rest: True to copy also what is not shared by several processes. One process writes that.
+      in_loops: The values that a framework's loop holds for variables without a value, by the identity of the variable.
 
     Raises:
       DonatedError: An array has been donated to a program.
       OSError: A table cannot be written.
     """
     with state_lock, jax_compat.outside_traces():
-        held = {key: held for key, leaf in leaves.items() if (held := leaf.held()) is not None}
-        _check_there(held, leaves)
-        values = {f"{ARRAYS}/{key}": now.value for key, now in held.items() if now.value is not None}
-        values |= {
-            f"{COMPONENTS}/{key}": now.components for key, now in held.items() if now.components is not None
+        held = {
+            key: held for key, leaf in leaves.items() if (held := _held(leaf, in_loops or {})) is not None
         }
-        values = {
-            folder: value if isinstance(value, (jax.Array, ServerArray)) else np.asarray(value)
-            for folder, value in values.items()
-        }
-        cuts = {folder: _cut_of(value) for folder, value in values.items()}
-        shared = {folder: cut for folder, cut in cuts.items() if cut.holders}
-        turns = writers_of(shared)
-        own_files = {folder: cut.held_by(number) for folder, cut in cuts.items()} if is_own else {}
-        writers = {**turns, **own_files}
-        stored = {
-            folder: StoredArray(
-                cut.shape, np.dtype(values[folder].dtype).name, cut.chunk, cut.file, writers.get(folder, (0,))
-            )
-            for folder, cut in cuts.items()
-        }
-        arrays = {
-            key: SavedArray(
-                leaves[key].label,
-                stored.get(f"{ARRAYS}/{key}"),
-                stored.get(f"{COMPONENTS}/{key}"),
-                now.combine,
-            )
-            for key, now in held.items()
-        }
-        own = {folder: value for folder, value in values.items() if number == 0 or is_own or folder in shared}
-        pieces = _copied(own, cuts, stored, buffers, number)
+        labels = {key: leaves[key].label for key in held}
+        _check_there(held, labels)
+        return _copy(held, labels, buffers, part, number, is_own=is_own, has_rest=has_rest)
+
+
+def _held(leaf: ArrayLeaf, in_loops: Mapping[int, Any]) -> Held | None:
+    held = leaf.held()
+    return Held(in_loops[id(leaf.of)]) if held is None and id(leaf.of) in in_loops else held
+
+
+def copy_here(held: Mapping[str, Held], labels: Mapping[str, str], number: int) -> HostCopy:
+    """Returns what this process will write of values of which it holds all, without the other processes.
+
+    Arrays in the host's memory are not copied: nothing may overwrite them before they are written. It takes no lock,
+    because a thread that holds one may be stuck.
+
+    Args:
+      held: The values by key.
+      labels: Their names for messages, by key.
+      number: The number of this process.
+    """
+    with jax_compat.outside_traces():
+        return _copy(held, labels, None, "", number, is_own=True, has_rest=True)
+
+
+def holds_all(value: Any) -> bool:
+    """True if this process holds each part of an array."""
+    if not isinstance(value, jax.Array) or value.is_fully_addressable:
+        return True
+    _, holders = _blocks_of(value.sharding, tuple(value.shape))
+    number = jax.process_index()
+    return all(number in processes for processes in holders.values())
+
+
+def _copy(
+    held: Mapping[str, Held],
+    labels: Mapping[str, str],
+    buffers: HostBuffers | None,
+    part: str,
+    number: int,
+    *,
+    is_own: bool,
+    has_rest: bool,
+) -> HostCopy:
+    values = {f"{ARRAYS}/{key}": now.value for key, now in held.items() if now.value is not None}
+    values |= {
+        f"{COMPONENTS}/{key}": now.components for key, now in held.items() if now.components is not None
+    }
+    values = {
+        folder: value if isinstance(value, (jax.Array, RemoteArray)) else np.asarray(value)
+        for folder, value in values.items()
+    }
+    cuts = {folder: _cut_of(value) for folder, value in values.items()}
+    shared = {folder: cut for folder, cut in cuts.items() if cut.holders}
+    turns = writers_of(shared)
+    own_files = {folder: cut.held_by(number) for folder, cut in cuts.items()} if is_own else {}
+    writers = {**turns, **own_files}
+    stored = {
+        folder: StoredArray(
+            cut.shape,
+            np.dtype(values[folder].dtype).name,
+            cut.chunk,
+            cut.file,
+            writers.get(folder, (number,)),
+        )
+        for folder, cut in cuts.items()
+    }
+    arrays = {
+        key: SavedArray(
+            labels[key],
+            stored.get(f"{ARRAYS}/{key}"),
+            stored.get(f"{COMPONENTS}/{key}"),
+            now.combine,
+        )
+        for key, now in held.items()
+    }
+    own = {folder: value for folder, value in values.items() if has_rest or is_own or folder in shared}
+    pieces = _copied(own, cuts, stored, buffers, number)
+    if buffers is not None:
         buffers.keep_only(is_own, ((piece.folder, piece.origin) for piece in pieces))
-        tables: dict[str, Any] = {folder: value for folder, value in own.items() if _is_table(value)}
-        written = write_pieces(part, stored, _pieces_of_tables(tables, cuts))
+    tables: dict[str, Any] = {folder: value for folder, value in own.items() if _is_table(value)}
+    written = write_pieces(part, stored, _pieces_of_tables(tables, cuts)) if tables else {}
     who = repr([(folder, cuts[folder].shape, cuts[folder].file, turns[folder]) for folder in sorted(shared)])
     if is_own:
         num_bytes = sum(piece.value.nbytes for piece in pieces)
@@ -149,18 +211,18 @@ def copy_to_host(
     return HostCopy(arrays, pieces, num_bytes, zlib.crc32(who.encode()), written)
 
 
-def _check_there(held: Mapping[str, Held], leaves: Mapping[str, ArrayLeaf]) -> None:
+def _check_there(held: Mapping[str, Held], labels: Mapping[str, str]) -> None:
     for key, now in held.items():
         if any(isinstance(array, jax.Array) and array.is_deleted() for array in (now.value, now.components)):
             raise DonatedError(
-                f"{leaves[key].label!r} cannot be saved: its array was donated to a program (for example "
+                f"{labels[key]!r} cannot be saved: its array was donated to a program (for example "
                 "jax.jit with donate_argnums), and is deleted. Nothing was saved. Track the program's result "
                 "instead: set checkpoint.state = state after each step that donates the old state."
             )
 
 
 def _is_table(value: Any) -> bool:
-    return isinstance(value, ServerArray) and value.is_table
+    return isinstance(value, RemoteArray) and value.is_table
 
 
 def _cut_of(value: Any) -> Cut:
@@ -191,10 +253,10 @@ def _copied(
     values: Mapping[str, Any],
     cuts: Mapping[str, Cut],
     stored: Mapping[str, StoredArray],
-    buffers: HostBuffers,
+    buffers: HostBuffers | None,
     number: int,
 ) -> list[Piece]:
-    of_servers = _read_servers(values)
+    remote = _read_remote(values)
     sources: list[tuple[str, tuple[int, ...], Any]] = []
     for folder, value in values.items():
         if _is_table(value):
@@ -204,7 +266,7 @@ def _copied(
             blocks = {_start(shard.index): shard.data for shard in reversed(value.addressable_shards)}
         for position, origin in enumerate(cut.files):
             if stored[folder].writer_of(position) == number:
-                block = blocks[cut.block_of(origin)] if blocks else of_servers.get(folder, value)
+                block = blocks[cut.block_of(origin)] if blocks else remote.get(folder, value)
                 sources.append((folder, origin, block))
     for _, _, block in sources:
         if _is_on_device(block):
@@ -219,10 +281,9 @@ def _copied(
                 slice(part.start - at, part.stop - at) for part, at in zip(index, start, strict=True)
             )
         here = np.asarray(block)[(*index, ...)]
-        # A transfer from a device has made a copy.
-        pieces.append(
-            Piece(folder, origin, here if _is_on_device(block) else buffers.copy((folder, origin), here))
-        )
+        if buffers is not None and not _is_on_device(block):  # a transfer from a device has made a copy
+            here = buffers.copy((folder, origin), here)
+        pieces.append(Piece(folder, origin, here))
     return pieces
 
 
@@ -231,13 +292,13 @@ def _is_on_device(value: Any) -> bool:
     return isinstance(value, jax.Array) and next(iter(value.devices())).platform != "cpu"
 
 
-def _read_servers(values: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Returns the values on parameter servers that are not tables, in one read per server, so that they are of one
+def _read_remote(values: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Returns the values that live elsewhere and are not tables, in one read of each place, so that they are of one
     moment.
     """
     by_holder: dict[int, list[str]] = {}
     for folder, value in values.items():
-        if isinstance(value, ServerArray) and not value.is_table:
+        if isinstance(value, RemoteArray) and not value.is_table:
             by_holder.setdefault(id(value.holder), []).append(folder)
     read: dict[str, np.ndarray] = {}
     for group in by_holder.values():
@@ -246,7 +307,7 @@ def _read_servers(values: Mapping[str, Any]) -> dict[str, np.ndarray]:
     return read
 
 
-def _pieces_of_tables(tables: Mapping[str, ServerArray], cuts: Mapping[str, Cut]) -> Iterator[Piece]:
+def _pieces_of_tables(tables: Mapping[str, RemoteArray], cuts: Mapping[str, Cut]) -> Iterator[Piece]:
     for folder, table in tables.items():
         for origin in cuts[folder].files:
             rows = part_at(origin, cuts[folder].file, table.shape)[0]

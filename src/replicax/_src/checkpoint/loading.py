@@ -9,14 +9,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from replicax._src.checkpoint.arrays import ArrayLeaf
+from replicax._src.checkpoint.array_leaves import ArrayLeaf
 from replicax._src.checkpoint.errors import CheckpointMismatchError, listed
-from replicax._src.checkpoint.graph import Graph, found_in
+from replicax._src.checkpoint.graph import Graph, contents_of
 from replicax._src.checkpoint.safetensors_files import Tensor, tensors_of
 from replicax._src.checkpoint.trees import HeldTree
-from replicax._src.errors import InvalidArgumentError
-from replicax._src.framework import trackings, use_imported
-from replicax._src.options import path_of
+from replicax._src.values.framework import trackings, use_imported
+from replicax._src.vocabulary.errors import InvalidArgumentError
+from replicax._src.vocabulary.options import path_of
 
 Names = Mapping[str, str] | Callable[[str], str | None] | None
 
@@ -59,7 +59,7 @@ def load_safetensors(tracked: Any, file: str | os.PathLike[str], *, names: Names
             "names is a dict from names of variables to names in the file, or a function; got "
             f"{type(names).__name__}: {names!r:.200}."
         )
-    graph = Graph(tracked) if found_in(tracked) is not None else None
+    graph = Graph(tracked) if contents_of(tracked) is not None else None
     leaves = {key: leaf for key, leaf in graph.leaves() if isinstance(leaf, ArrayLeaf)} if graph else {}
     if graph is None or not leaves:
         raise InvalidArgumentError(

@@ -11,17 +11,18 @@ import logging
 import os
 import re
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, Final, final
 
-from replicax._src.checkpoint import processes
+from replicax._src.checkpoint import agreement
 from replicax._src.checkpoint.checkpoint import Checkpoint
 from replicax._src.checkpoint.directory import records_in
 from replicax._src.checkpoint.errors import CheckpointError, CheckpointWriteError
-from replicax._src.checkpoint.retention import Record, Retention
+from replicax._src.checkpoint.retention import CheckpointRecord, Retention
 from replicax._src.checkpoint.writing import beside, clean, probe, remove, write_error
-from replicax._src.errors import InvalidArgumentError
-from replicax._src.options import path_of
+from replicax._src.cluster.gathered import GatheredValues
+from replicax._src.vocabulary.errors import InvalidArgumentError
+from replicax._src.vocabulary.options import path_of
 
 log = logging.getLogger("replicax")
 
@@ -85,22 +86,19 @@ class LocalTier:
           CheckpointWriteError: It cannot be created or is not writable, on some host.
         """
 
-        def chiefs_token() -> str:
-            return _token_of(shared) if processes.is_chief() else ""
-
         def open_here() -> None:
             probe(self._directory)
             clean(self._directory, self._name)
 
         what = "opening the local directories"
-        _, (token, *_) = processes.told_together(what, chiefs_token, lambda token: token)
+        token = agreement.chiefs_value(what, lambda: _token_of(shared))
         if not (isinstance(token, str) and _TOKEN.fullmatch(token)):
             raise CheckpointError(
                 f"The chief sent {token!r:.60} as the token of the local checkpoints; a token has eight hexadecimal digits. "
                 "Use one version of replicax in all processes."
             )
-        self._directory = os.path.join(self._root, token, str(processes.process_number()))
-        processes.together(what, open_here)
+        self._directory = os.path.join(self._root, token, str(agreement.process_number()))
+        agreement.together(what, open_here)
 
     # --- saving -------------------------------------------------------------------------------------------
 
@@ -137,7 +135,7 @@ class LocalTier:
 
         return run
 
-    def _records(self) -> list[Record]:
+    def _records(self) -> list[CheckpointRecord]:
         return records_in(self._directory, self._name)
 
     # --- restoring ----------------------------------------------------------------------------------------
@@ -152,22 +150,22 @@ class LocalTier:
         """
         records = {record.contents.save: record for record in self._records()}
         mine = {save: [one.contents.time_s, len(one.contents.processes)] for save, one in records.items()}
-        told = processes.gather("which local checkpoints there are", mine)
+        told = agreement.gather("which local checkpoints there are", mine)
         of_all = {save: about for theirs in told for save, about in theirs.items()}
         reasons = {save: self._reason(save, about[1], told) for save, about in of_all.items()}
         lost = [save for save, (time_s, _) in of_all.items() if reasons[save] and time_s > shared_at]
-        if lost and processes.is_chief():
+        if lost and agreement.is_chief():
             newest = max(lost, key=lambda save: of_all[save][0])
             log.warning("%d local checkpoint(s) cannot be restored: %s.", len(lost), reasons[newest])
         return [(records[save].path, told[0][save][0]) for save in of_all if not reasons[save]]
 
     @staticmethod
-    def _reason(save: str, num_saved: int, told: Sequence[Mapping[str, Any]]) -> str:
+    def _reason(save: str, num_saved: int, told: GatheredValues) -> str:
         """Returns why a save cannot be restored; "" if it can."""
-        names = processes.names()
-        if num_saved != len(names):
-            return f"saved by {num_saved} processes, and there are {len(names)} now"
-        without = [name for name, theirs in zip(names, told, strict=True) if save not in theirs]
+        num_processes = len(agreement.names())
+        if num_saved != num_processes:
+            return f"saved by {num_saved} processes, and there are {num_processes} now"
+        without = [name for name, theirs in told.named() if save not in theirs]
         return f"not on the disk of {', '.join(without)}" if without else ""
 
 

@@ -24,22 +24,28 @@ from typing import Any, Self, final
 
 import numpy as np
 
-from replicax._src.checkpoint import processes
+from replicax._src.checkpoint import agreement
+from replicax._src.checkpoint.admitting import StateOfChief, admitting_managers
 from replicax._src.checkpoint.array_files import tensorstore
 from replicax._src.checkpoint.background import Background
+from replicax._src.checkpoint.boundary import Boundary
+from replicax._src.checkpoint.boundary_keeper import BoundaryKeeper
+from replicax._src.checkpoint.carried_values import to_json
 from replicax._src.checkpoint.checkpoint import Checkpoint
 from replicax._src.checkpoint.directory import paths_in, records_in, warn_of_tensorflow
 from replicax._src.checkpoint.errors import (
+    CheckpointError,
+    CheckpointMismatchError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
 )
+from replicax._src.checkpoint.load_status import LoadStatus
 from replicax._src.checkpoint.local_tier import LocalTier
-from replicax._src.checkpoint.retention import BestFn, Record, Retention
-from replicax._src.checkpoint.saved import SavedCheckpoint
-from replicax._src.checkpoint.status import LoadStatus
+from replicax._src.checkpoint.retention import BestFn, CheckpointRecord, Retention
+from replicax._src.checkpoint.saved import SavedCheckpoint, save_at
 from replicax._src.checkpoint.writing import clean, probe, remove
-from replicax._src.errors import InvalidArgumentError
-from replicax._src.options import path_of
+from replicax._src.vocabulary.errors import InvalidArgumentError
+from replicax._src.vocabulary.options import path_of
 
 log = logging.getLogger("replicax")
 _MOST_LOOKS = 10  # attempts to replace candidates that another program has removed in the meantime
@@ -75,11 +81,18 @@ class CheckpointManager:
         are about ``directory``. If this disk is full, a log line says so, and training continues.
       local_every: The least number of steps between two saves, smaller than ``checkpoint_interval``. A local save is
         put off while an earlier one is still being written.
+      save_on_failure: True if a death of another process of the cluster loses at most the step that it interrupted.
+        Each call of ``save``, also one before the interval is over, is then a *boundary*: the manager keeps references
+        to the arrays and copies of the Python state, programs do not overwrite them, and after a failure a surviving
+        process saves the last boundary at once. This costs the memory of a second copy of the state. Call ``save``
+        after each step. Without other processes, and with ``fault_tolerance``, it has no effect.
 
     Raises:
       CheckpointWriteError: The directory cannot be created or is not writable.
       UnsharedDirectoryError: The processes do not share the directory.
-      InvalidArgumentError: A number is not allowed, or ``checkpoint_name`` is a path.
+      InvalidArgumentError: A number is not allowed, ``checkpoint_name`` is a path, or another manager of this process
+        has ``save_on_failure``.
+      UnsupportedError: With ``save_on_failure``, the processes hold different parts of the state.
       MissingExtraError: tensorstore is not installed.
 
     Source: TensorFlow, ``tf.train.CheckpointManager``.
@@ -102,6 +115,7 @@ class CheckpointManager:
         asynchronous: bool = True,
         local_directory: str | os.PathLike[str] | None = None,
         local_every: int | None = None,
+        save_on_failure: bool = False,
     ):
         if not isinstance(checkpoint, Checkpoint):
             raise InvalidArgumentError(
@@ -135,12 +149,20 @@ class CheckpointManager:
             )
         elif local_every is not None:
             raise InvalidArgumentError("`local_directory` should be passed if `local_every` is set.")
+        if not isinstance(save_on_failure, bool):
+            raise InvalidArgumentError(
+                f"save_on_failure must be True or False; got {save_on_failure!r:.200}."
+            )
         self._last_step: int | None = None
+        self._last_entry: int | None = None  # of a replacement, when all agreed on their counts
+        self._is_behind = agreement.is_solo()  # until then the others may have saved more often
+        self._carried: dict[str, Callable[[], Any]] = {}
         self._is_asynchronous = asynchronous
+        self._saved_path: str | None = None  # of the save that the last boundary ended
         self._known: set[str] = set()  # checkpoints that it has saved or restored
         self._statistics = {"num_saved": 0, "num_bytes": 0, "copy_s": 0.0, "write_s": 0.0}
-        processes.together("opening the directory of checkpoints", self._open)
-        self._directory = processes.shared_directory(self._given_directory)
+        agreement.together("opening the directory of checkpoints", self._open)
+        self._directory = agreement.shared_directory(self._given_directory)
         self._background = Background(self._directory)
         if self._given_directory != self._directory:
             log.info(
@@ -151,6 +173,10 @@ class CheckpointManager:
             self._make_given_directory()
         if self._local is not None:
             self._local.open(self._directory)
+        self._keeper: BoundaryKeeper | None = None
+        if save_on_failure:
+            self._keeper = BoundaryKeeper(checkpoint, self._directory, self._write_boundary)
+            self._keeper.open()
 
     def _make_given_directory(self) -> None:
         """Creates the given directory, which TensorFlow programs remove as that of a worker that is not the chief."""
@@ -159,8 +185,8 @@ class CheckpointManager:
 
     def _open(self) -> None:
         tensorstore()  # imported here, because the first save would block training for the time that it takes
-        processes.finish_saves(self._directory)  # otherwise cleaning would remove their files
-        if processes.is_chief():
+        agreement.finish_saves(self._directory)  # otherwise cleaning would remove their files
+        if agreement.is_chief():
             probe(self._directory)
             clean(self._directory, self._name)
 
@@ -181,13 +207,18 @@ class CheckpointManager:
         """The least number of steps between two saves."""
         return self._interval
 
-    def _records(self) -> list[Record]:
+    @property
+    def saves_on_failure(self) -> bool:
+        """True if a failure of another process makes it save the last boundary."""
+        return self._keeper is not None
+
+    def _records(self) -> list[CheckpointRecord]:
         return records_in(self._directory, self._name)
 
     @property
     def checkpoints(self) -> list[str]:
         """The paths of the checkpoints on the disk, oldest first. Waits for a running save."""
-        processes.wait_for_saves(self._directory)
+        agreement.wait_for_saves(self._directory)
         return [record.path for record in self._records()]
 
     @property
@@ -197,7 +228,7 @@ class CheckpointManager:
         Raises:
           CheckpointError: That save has failed.
         """
-        processes.wait_for_saves(self._directory)
+        agreement.wait_for_saves(self._directory)
         records = self._records()
         if not records:
             warn_of_tensorflow(self._directory)
@@ -207,7 +238,7 @@ class CheckpointManager:
     @property
     def best_checkpoint(self) -> str | None:
         """The path of the best checkpoint on the disk by ``best_fn``, or None. Waits for a running save."""
-        processes.wait_for_saves(self._directory)
+        agreement.wait_for_saves(self._directory)
         best = self._retention.by_quality(self._records())
         return best[0].path if best else None
 
@@ -229,34 +260,223 @@ class CheckpointManager:
 
         Returns:
           The path at which the checkpoint is, or will be when it is written; None if ``checkpoint_interval`` has not
-          passed. A path in ``local_directory`` if only ``local_every`` has passed.
+          passed, and in the replacement of a dead worker before its first step. A path in ``local_directory`` if only
+          ``local_every`` has passed.
 
         Raises:
           CheckpointWriteError: The checkpoint could not be written, or a failure of the previous save has not been
             raised yet.
             Earlier checkpoints are unchanged.
           InvalidArgumentError: A metric is not a number, or ``best_fn`` cannot judge the metrics, or the number is
-            below 0.
+            below 0, or the processes save different objects (raised in all).
             Nothing is saved.
+          UnsupportedError: With ``save_on_failure``, the processes hold different parts of the state.
+          ClusterFailureError: With ``save_on_failure``, another process is lost.
         """
+        if not self._takes_part():
+            return None
+        path = self._save_if_due(checkpoint_number, check_interval, metrics)
+        self._admit()
+        return path
+
+    def save_alone(self, checkpoint_number: Any = None, **rules: Any) -> str | None:
+        """Does the same as ``save``, but admits no replacement, because the process ends afterwards. Private."""
+        rules = {"check_interval": True, "metrics": None, **rules}
+        return self._save_if_due(checkpoint_number, **rules) if self._takes_part() else None
+
+    def _save_if_due(
+        self, checkpoint_number: Any, check_interval: bool, metrics: Mapping[str, Any] | None
+    ) -> str | None:
+        self._saved_path = None
+        self._agree_on_counts()
         step = self._step()
         self._make_given_directory()
         if check_interval and self._interval is not None and not self._is_due(step):
-            return self._save_locally(step, checkpoint_number)
+            path = self._save_locally(step, checkpoint_number)
+            self._mark(checkpoint_number)
+            return path
         judged = _judged(metrics, self._retention)
         number = self._next_number(checkpoint_number)
-        self.wait()
         path = os.path.join(self._directory, f"{self._name}-{number}")
+        if self._keeper is not None:  # first, because the rest fails if another process has failed
+            self._keeper.mark(path, number, is_saved=True, replaced=save_at(path))
+        self.wait()
         self._tell_of_others(path)
         began = time.perf_counter()
         write = self._checkpoint.snapshot(path, number=number, metrics=judged)
         self._known.add(path)
+        self._saved_path = path
         self._statistics["copy_s"] = time.perf_counter() - began
         self._last_step = step
         if self._local is not None:
             self._local.last_step = step
         self._start(number, lambda: self._write(write))
         return path
+
+    def keep_boundaries(self) -> None:
+        """Begins ``save_on_failure``, again if the manager was closed. Private; ``fit`` calls it."""
+        if self._keeper is not None:
+            self._keeper.open()
+
+    def mark_boundary(self, checkpoint_number: Any = None) -> None:
+        """Marks a boundary without a save: keeps the state for ``save_on_failure``, and admits replacements with fault
+        tolerance. Otherwise it does nothing. Private; ``fit`` calls it.
+        """
+        if self._takes_part():
+            self._saved_path = None
+            self._mark(checkpoint_number)
+            self._admit()
+
+    def _mark(self, checkpoint_number: Any) -> None:
+        if self._keeper is not None:
+            number = self._next_number(checkpoint_number)
+            path = os.path.join(self._directory, f"{self._name}-{number}")
+            self._keeper.mark(path, number, is_saved=False)
+
+    # --- replacements of dead processes ---------------------------------------------------------------------
+
+    @property
+    def has_boundaries(self) -> bool:
+        """True if calls of ``mark_boundary`` have an effect. Private."""
+        return self._keeper is not None or agreement.admission() is not None
+
+    def carry(self, name: str, take: Callable[[], Any]) -> None:
+        """Makes a value travel with the checkpoint to a replacement. Private; ``fit`` calls it.
+
+        Args:
+          name: Its name.
+          take: Returns numbers, strings, arrays and collections of these.
+        """
+        self._carried[name] = take
+
+    def carried(self, name: str) -> Any:
+        """Returns such a value in a replacement that has got it; None elsewhere. Private."""
+        admission = agreement.admission()
+        state = None if admission is None else admitting_managers(admission).state_of_chief(admission)
+        return state.carried.get(name) if state is not None and self._fits(state) else None
+
+    def _takes_part(self) -> bool:
+        """False in a replacement that has not taken part in a step yet: the others have saved what it would save."""
+        if agreement.is_solo():
+            return False
+        self._use_directory(agreement.known_directory(self._given_directory))
+        return True
+
+    def _admit(self) -> None:
+        """Admits the replacements that wait, if this process is the chief, and its replacements enter here."""
+        admission = agreement.admission()
+        if admission is None:
+            return
+        managers = admitting_managers(admission)
+        if not managers.may_admit(self):
+            return
+        managers.forget_state()
+        if not admission.is_asked:
+            return
+        try:
+            self._background.wait(keeps_failure=True)
+        except CheckpointError:  # the next save raises it in all processes
+            return
+        admission.admit(self._taken)
+
+    def _taken(self) -> tuple[dict[str, Any], list[np.ndarray]]:
+        """Returns the whole state, for a replacement."""
+        counter = self._checkpoint.save_counter
+        path = self._saved_path or os.path.join(self._directory, f"{self._name}-{counter + 1}")
+        checkpoint, arrays = self._checkpoint.in_memory(counter)
+        more: list[np.ndarray] = []
+        carried = {name: to_json(take(), more) for name, take in self._carried.items()}
+        return {
+            "giver": agreement.own_name(),
+            "directory": self._directory,
+            "name": self._name,
+            "path": path,
+            "checkpoint": checkpoint,
+            "counts": self._counts(),
+            "carried": carried,
+            "directories": [list(each) for each in agreement.directories()],
+        }, [*arrays, *more]
+
+    def _counts(self) -> dict[str, Any]:
+        """Returns the values by which this manager decides about later saves, as JSON."""
+        local = None if self._local is None else self._local.last_step
+        return {
+            "counter": self._checkpoint.save_counter,
+            "last_step": self._last_step,
+            "local_step": local,
+            "known": sorted(self._known),
+        }
+
+    def _take_counts(self, counts: Mapping[str, Any]) -> None:
+        self._checkpoint.save_counter = counts["counter"]
+        self._last_step = counts["last_step"]
+        self._known = set(counts["known"])
+        if self._local is not None:
+            self._local.last_step = counts["local_step"]
+
+    def _agree_on_counts(self) -> None:
+        """Gives the counts of the others to replacements that have taken part since the last save.
+
+        The others may have saved once more after they had given their state, and before the first step together.
+        """
+        entry = agreement.last_entry()
+        if entry is None or entry == self._last_entry:
+            return
+        self._last_entry = entry
+        of_all = agreement.gather("counts", [self._is_behind, self._counts()])
+        self._is_behind = False
+        self._take_counts(next((counts for is_behind, counts in of_all if not is_behind), of_all[0][1]))
+
+    def _fits(self, state: StateOfChief) -> bool:
+        """True if the chief's manager is this one."""
+        directory = agreement.known_directory(self._given_directory)
+        return (state.directory, state.name) == (directory, self._name)
+
+    def _enter(self, *, is_strict: bool) -> LoadStatus | None:
+        """Restores the state of the chief in a replacement. Returns None in other processes, and in a replacement for a
+        manager that does not save, if it has checkpoints.
+        """
+        admission = agreement.admission()
+        if admission is None:
+            return None
+        managers = admitting_managers(admission)
+        managers.note_restored(self)
+        state = managers.state_of_chief(admission)
+        if state is None:
+            return None
+        if not self._fits(state):
+            if paths_in(self._directory, self._name):  # another one, which only restores
+                return None
+            raise CheckpointMismatchError(
+                f"{agreement.own_name()} is a replacement, and restores checkpoints {self._name!r} of {self._given_directory!r}, "
+                f"where there are none; {state.giver} trains with checkpoints {state.name!r} of {state.directory!r}. Start the "
+                "replacement with the program, arguments and environment of the others."
+            )
+        self._use_directory(state.directory)
+        try:
+            status = self._checkpoint.restore_saved(state.saved, is_strict=is_strict)
+        except CheckpointMismatchError as error:
+            raise CheckpointMismatchError(
+                f"{agreement.own_name()} is a replacement, and gets its state from {state.giver}, whose program has other "
+                f"objects. {error}"
+            ) from error
+        self._take_counts(state.counts)
+        log.info("Got the state from the memory of %s.", state.giver)
+        return status
+
+    def _use_directory(self, directory: str) -> None:
+        if directory != self._directory:
+            self._directory = directory
+            self._background = Background(directory)
+
+    # --- the end of a save ----------------------------------------------------------------------------------
+
+    def _write_boundary(self, boundary: Boundary) -> None:
+        """Writes the state of a boundary, alone."""
+        if boundary.is_saved and save_at(boundary.path) not in (None, boundary.replaced):
+            return  # the regular save is complete
+        boundary.write()
+        self._remove_old()
 
     def _next_number(self, given: Any) -> int:
         return self._checkpoint.save_counter + 1 if given is None else _number(given)
@@ -273,7 +493,7 @@ class CheckpointManager:
         local = self._local
         if local is None or step is None or not local.is_due(step):
             return None
-        if any(processes.gather("whether saves are running", self._background.is_running)):
+        if any(agreement.gather("whether saves are running", self._background.is_running)):
             return None
         self.wait()
         number = self._next_number(checkpoint_number)
@@ -287,7 +507,7 @@ class CheckpointManager:
     def _tell_of_others(self, path: str) -> None:
         if (
             path not in self._known
-            and processes.is_chief()
+            and agreement.is_chief()
             and any(one.path == path for one in self._records())
         ):
             log.warning(
@@ -302,8 +522,10 @@ class CheckpointManager:
         self._statistics["num_bytes"] = write()
         self._statistics["num_saved"] += 1
         self._statistics["write_s"] = time.perf_counter() - began
-        if not processes.is_chief():
-            return
+        if agreement.is_chief():
+            self._remove_old()
+
+    def _remove_old(self) -> None:
         in_use = self._checkpoint.path_in_use
         for record in self._retention.to_remove(self._records()):
             if record.path != in_use:
@@ -340,11 +562,20 @@ class CheckpointManager:
         self.wait()
 
     def close(self) -> None:
-        """Does the same as ``wait``, and frees the memory of the copy. May be called twice."""
+        """Does the same as ``wait``, and frees the memory of the copy and the boundary. May be called twice.
+
+        It ends ``save_on_failure``. A later ``save`` only saves, with one warning.
+        """
         try:
             self._background.wait()
         finally:
+            admission = agreement.admission()
+            if admission is not None:
+                admitting_managers(admission).drop(self)
+            self._carried.clear()
             self._checkpoint.release()
+            if self._keeper is not None:
+                self._keeper.close()
 
     def __enter__(self) -> Self:
         return self
@@ -364,13 +595,19 @@ class CheckpointManager:
         A damaged checkpoint is skipped with a warning. If there is no checkpoint, it calls ``init_fn``. As in
         TensorFlow the program may have more variables than the checkpoint: these keep their values, with a warning.
 
+        With ``fault_tolerance``, the replacement of a dead worker enters here: it waits for the end of the chief's next
+        ``save``, and gets the state from its memory. The manager that has restored and saves admits replacements.
+
         Returns:
-          The path of the checkpoint; None if there is none.
+          The path of the checkpoint; None if there is none. In a replacement, the path that a checkpoint of its state
+          has or would have.
 
         Raises:
           CorruptCheckpointError: There are checkpoints, but none is intact.
           CheckpointMismatchError: The checkpoint belongs to another model: variables have other shapes or dtypes,
-            or it lacks some and has others that the program lacks. Nothing was restored.
+            or it lacks some and has others that the program lacks. Nothing was restored. Or the directory,
+            ``checkpoint_name`` or objects of a replacement are not those of the others.
+          SystemExit: The others have finished, so that this replacement is not needed.
         """
         status = self._restore(is_strict=True)
         if status is None:
@@ -393,14 +630,17 @@ class CheckpointManager:
         return self._restore(is_strict=False)
 
     def _restore(self, *, is_strict: bool) -> LoadStatus | None:
-        processes.together("waiting for saves", lambda: processes.finish_saves(self._directory))
+        status = self._enter(is_strict=is_strict)
+        if status is not None:
+            return status
+        agreement.together("waiting for saves", lambda: agreement.finish_saves(self._directory))
         damaged: list[str] = []
         candidates = self._candidates()
         num_looks = 0
         while candidates:
             path, saved = candidates.pop(0), None
             try:
-                saved = processes.together("opening a checkpoint", functools.partial(_opened, path))
+                saved = agreement.together("opening a checkpoint", functools.partial(_opened, path))
                 status = self._checkpoint.restore_saved(saved, is_strict=is_strict)
             except (CorruptCheckpointError, CheckpointNotFoundError) as error:
                 if num_looks < _MOST_LOOKS and self._was_removed(path, saved):
@@ -430,7 +670,7 @@ class CheckpointManager:
         """True if another program has removed or replaced a checkpoint in the meantime. An evaluator reads what a
         trainer keeps only briefly.
         """
-        if not processes.is_alone():
+        if not agreement.is_alone():
             return False
         if path not in paths_in(os.path.dirname(path), self._name):
             return True
@@ -447,7 +687,7 @@ class CheckpointManager:
         told = [(record.path, record.contents.time_s) for record in reversed(self._records())]
         paths = [path for path, _ in told]
         silent = [path for path in reversed(paths_in(self._directory, self._name)) if path not in paths]
-        silent, told = processes.gather("which checkpoints there are", [silent, told])[0]
+        silent, told = agreement.gather("which checkpoints there are", [silent, told])[0]
         if self._local is not None:
             local = self._local.common(told[0][1] if told else 0.0)
             told = sorted([*told, *local], key=lambda one: -one[1]) if local else told
@@ -458,7 +698,7 @@ class CheckpointManager:
 
 
 def _opened(path: str) -> SavedCheckpoint:
-    processes.wait_for_chiefs(path)
+    agreement.wait_for_chiefs(path)
     return SavedCheckpoint(path)
 
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-from replicax._src.checkpoint.arrays import VariableLeaf, leaf_of_variable
-from replicax._src.checkpoint.graph import found_in, has_tracked, items_of
+from replicax._src.checkpoint.array_leaves import VariableLeaf, leaf_of_variable
+from replicax._src.checkpoint.graph import contents_of, has_tracked, items_of
 from replicax._src.checkpoint.pytrees import Holder
 from replicax._src.checkpoint.tracked import Leaf, Parts, Trackable, escaped
-from replicax._src.framework import use_imported
+from replicax._src.values.framework import use_imported
 
 
 class Module(Trackable):
@@ -93,7 +93,7 @@ class Module(Trackable):
         attributes = {
             name: value
             for name, value in vars(self).items()
-            if isinstance(value, Trackable) or found_in(value) is not None or has_tracked(value)
+            if isinstance(value, Trackable) or contents_of(value) is not None or has_tracked(value)
         }
         holder = Holder(vars(self))
         return {escaped(name): holder.part(name) for name in attributes}
@@ -116,7 +116,7 @@ def _below(tracked: Any) -> Iterator[Any]:
         for _, value in sorted(vars(tracked).items()):
             yield from _leaves(value)
         return
-    found = found_in(tracked)
+    found = contents_of(tracked)
     for part in () if found is None or isinstance(found, Leaf) else found.values():
         yield from [part.of] if isinstance(part, VariableLeaf) else _leaves(part)
 
@@ -124,7 +124,7 @@ def _below(tracked: Any) -> Iterator[Any]:
 def _leaves(value: Any) -> Iterator[Any]:
     items = items_of(value)
     if items is None:
-        yield from [value] if found_in(value) is not None else ()
+        yield from [value] if contents_of(value) is not None else ()
         return
     for key in sorted(items, key=str) if isinstance(value, dict) else items:
         yield from _leaves(items[key])

@@ -11,7 +11,7 @@ import numpy as np
 
 from replicax._src.checkpoint.array_files import tensorstore
 from replicax._src.checkpoint.saved import SavedValue
-from replicax._src.extras import missing_extra
+from replicax._src.packaging.extras import missing_extra
 
 
 def orbax() -> Any:

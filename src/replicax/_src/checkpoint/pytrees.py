@@ -6,7 +6,7 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any, final
 
 from replicax._src.checkpoint.errors import UntrackableError
-from replicax._src.checkpoint.graph import found_in, has_tracked, items_of
+from replicax._src.checkpoint.graph import contents_of, has_tracked, items_of
 from replicax._src.checkpoint.tracked import Parts, Trackable, escaped
 from replicax._src.checkpoint.trees import HeldTree
 
@@ -28,7 +28,7 @@ class Holder:
         """Returns the saved object of a name: the object itself, or the same holder of a pytree at each call."""
         value = self._values[name]
         # The parts of a Trackable are not computed here, because they may lead back here.
-        if isinstance(value, Trackable) or found_in(value) is not None:
+        if isinstance(value, Trackable) or contents_of(value) is not None:
             return value
         kind = HeldPytree if has_tracked(value) else HeldTree
         held = self._held.get(name)
@@ -57,7 +57,7 @@ class HeldPytree(Trackable):
         """Returns its items, by name."""
         parts: dict[str, Any] = {}
         keys: dict[str, Any] = {}
-        for key in items_of(self._pytree) or {}:
+        for key in self.items():
             name = escaped(str(key))
             if name in parts:
                 raise UntrackableError(
@@ -66,6 +66,10 @@ class HeldPytree(Trackable):
                 )
             keys[name], parts[name] = key, self._items.part(key)
         return parts
+
+    def items(self) -> Mapping[Any, Any]:
+        """Returns its items, by position or key."""
+        return items_of(self._pytree) or {}
 
     @property
     def _pytree(self) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 from replicax._src.checkpoint.directory import is_of_keras, latest_checkpoint
 from replicax._src.checkpoint.errors import CheckpointNotFoundError
 from replicax._src.checkpoint.saved import SavedCheckpoint
-from replicax._src.options import path_of
+from replicax._src.vocabulary.options import path_of
 
 
 def list_variables(path: str | os.PathLike[str]) -> list[tuple[str, tuple[int, ...]]]:

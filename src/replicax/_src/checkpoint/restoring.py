@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax._src.checkpoint.arrays import ArrayLeaf
+from replicax._src.checkpoint.array_leaves import ArrayLeaf
 from replicax._src.checkpoint.contents import SavedArray, SavedObject
 from replicax._src.checkpoint.errors import (
     CheckpointMismatchError,
@@ -27,12 +27,12 @@ from replicax._src.checkpoint.errors import (
     enumerated,
     listed,
 )
-from replicax._src.checkpoint.graph import Graph, found_in, kind_of
+from replicax._src.checkpoint.graph import Graph, contents_of, kind_of
+from replicax._src.checkpoint.in_memory import ReadableCheckpoint
 from replicax._src.checkpoint.newest import Newest
-from replicax._src.checkpoint.saved import SavedCheckpoint
 from replicax._src.checkpoint.tracked import Growing, Leaf
 from replicax._src.checkpoint.trees import HeldTree, StateLeaf, TreeNumber
-from replicax._src.framework import trackings
+from replicax._src.values.framework import trackings
 
 log = logging.getLogger("replicax")
 
@@ -89,7 +89,7 @@ class Restoration:
 
     def __init__(
         self,
-        saved: SavedCheckpoint,
+        saved: ReadableCheckpoint,
         root: Any,
         state_of: Callable[[str, Sequence[Any], Callable[[Sequence[Any]], Any]], Any],
         share: tuple[int, int] = (0, 1),
@@ -214,7 +214,7 @@ class Restoration:
         waiting: deque[tuple[int, Any, str]] = deque([(0, self._root, "")])
         while waiting:
             number, tracked, name = waiting.popleft()
-            found = found_in(tracked)
+            found = contents_of(tracked)
             identity = found.identity if isinstance(found, Leaf) else id(tracked)
             if number in self._objects or identity in met:
                 continue
@@ -361,6 +361,7 @@ class Restoration:
             leaf = pair.leaf
             if isinstance(leaf, ArrayLeaf):
                 leaf.give(fetched.pop(pair.key))
+                self.saved.note_given(pair.key, leaf)
                 continue
             assert isinstance(leaf, StateLeaf)
             if pair.key in fetched:

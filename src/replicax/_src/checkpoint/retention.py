@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from replicax._src.checkpoint.contents import Contents
-from replicax._src.errors import InvalidArgumentError
+from replicax._src.vocabulary.errors import InvalidArgumentError
 
 BestFn = Callable[[Any], float]
 
 
 @final
 @dataclass(frozen=True)
-class Record:
+class CheckpointRecord:
     """A checkpoint of a directory.
 
     Attributes:
@@ -77,13 +77,13 @@ class Retention:
                 f"keep_checkpoint_every_n_hours must be positive, or None; got {self.every_n_hours!r}."
             )
 
-    def by_quality(self, records: Sequence[Record]) -> list[Record]:
+    def by_quality(self, records: Sequence[CheckpointRecord]) -> list[CheckpointRecord]:
         """Returns the checkpoints with metrics, best first; of equal ones the newer first. NaN is last."""
         if self.best_fn is None:
             return []
         sign = 1.0 if self.best_mode == "max" else -1.0
 
-        def quality(record: Record) -> tuple[bool, float, float]:
+        def quality(record: CheckpointRecord) -> tuple[bool, float, float]:
             value = sign * self._judge_earlier(record.contents.metrics)
             is_number = not math.isnan(value)
             return is_number, value if is_number else 0.0, record.contents.time_s
@@ -116,7 +116,7 @@ class Retention:
         except Exception:
             return math.nan
 
-    def to_remove(self, records: Sequence[Record]) -> list[Record]:
+    def to_remove(self, records: Sequence[CheckpointRecord]) -> list[CheckpointRecord]:
         """Returns the checkpoints that no rule wants.
 
         Args:
@@ -129,7 +129,7 @@ class Retention:
         kept |= {r.path for r in self._of_hours(records)}
         return [r for r in records if r.path not in kept]
 
-    def _of_hours(self, records: Sequence[Record]) -> list[Record]:
+    def _of_hours(self, records: Sequence[CheckpointRecord]) -> list[CheckpointRecord]:
         if self.every_n_hours is None or not records:
             return []
         kept = [records[0]]

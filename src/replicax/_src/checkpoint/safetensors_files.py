@@ -16,12 +16,11 @@ from typing import Any, Final, final
 import jax.numpy as jnp
 import numpy as np
 
-from replicax._src import strict_json
-from replicax._src.checkpoint.chunks import slabs
+from replicax._src.checkpoint.array_chunks import slabs
 from replicax._src.checkpoint.errors import CheckpointWriteError
 from replicax._src.checkpoint.saved import SavedValue
-from replicax._src.errors import InvalidArgumentError
-from replicax._src.strict_json import read_json
+from replicax._src.untrusted.strict_json import Form, JsonReader, read_json
+from replicax._src.vocabulary.errors import InvalidArgumentError
 
 _NAMES: Final = {
     "float64": "F64",
@@ -47,24 +46,20 @@ _MOST_HEADER_BYTES: Final = 100_000_000  # the limit of the format
 _MOST_DIMS: Final = 32
 
 
-def _name_of_file(value: Any, where: str) -> str:
+def _name_of_file(it: JsonReader) -> str:
     """Accepts names of files beside an index, or in folders there."""
-    strict_json.string(value, where)
-    if "\0" in value or not {"", ".", ".."}.isdisjoint(value.split("/")):
-        raise strict_json.wrong(where, value, "the name of a file beside it")
-    return value
+    name = it.string()
+    if "\0" in name or not {"", ".", ".."}.isdisjoint(name.split("/")):
+        raise it.wrong("the name of a file beside it")
+    return name
 
 
-_INDEX_OF_FILES: Final = strict_json.record({"weight_map": strict_json.table(_name_of_file)}, others=True)
-_HEADER: Final = strict_json.table(
-    strict_json.record(
-        {
-            "dtype": strict_json.one_of(*_DTYPES),
-            "shape": strict_json.items(strict_json.count, most=_MOST_DIMS),
-            "data_offsets": strict_json.fixed(strict_json.count, strict_json.count),
-        }
-    )
-)
+_INDEX_OF_FILES: Final[Mapping[str, Form[Any]]] = {"weight_map": lambda it: it.table(_name_of_file)}
+_TENSOR: Final[Mapping[str, Form[Any]]] = {
+    "dtype": lambda it: it.one_of(*_DTYPES),
+    "shape": lambda it: it.items(JsonReader.count, most=_MOST_DIMS),
+    "data_offsets": lambda it: it.fixed(JsonReader.count, JsonReader.count),
+}
 
 
 def write(file: str, *, arrays: Mapping[str, SavedValue]) -> None:
@@ -164,7 +159,8 @@ def tensors_of(file: str) -> dict[str, Tensor]:
 def _of_index(file: str) -> dict[str, Tensor]:
     with open(file, "rb") as opened:
         text = opened.read(_MOST_HEADER_BYTES + 1)
-    files = _INDEX_OF_FILES(read_json(text, most_bytes=_MOST_HEADER_BYTES), "the index")["weight_map"]
+    index = JsonReader(read_json(text, most_bytes=_MOST_HEADER_BYTES), "the index")
+    files = index.record(_INDEX_OF_FILES, others=True)["weight_map"]
     tensors: dict[str, Tensor] = {}
     for name in dict.fromkeys(files.values()):
         tensors |= _of_file(os.path.join(os.path.dirname(file), name))
@@ -181,9 +177,9 @@ def _of_file(file: str) -> dict[str, Tensor]:
     if isinstance(header, dict):
         header.pop("__metadata__", None)
     tensors = {}
-    for name, each in _HEADER(header, "the header").items():
+    for name, each in JsonReader(header, "the header").table(lambda it: it.record(_TENSOR)).items():
         (start, end), shape, dtype = each["data_offsets"], each["shape"], _DTYPES[each["dtype"]]
-        strict_json.check_size(shape, dtype.itemsize, f"the shape of {name!r:.60}")
+        JsonReader(shape, f"the shape of {name!r:.60}").check_size(dtype.itemsize)
         if end - start != math.prod(shape) * dtype.itemsize or 8 + length + end > size:
             raise ValueError(f"{name!r} has {end - start} bytes at {start}, and the file {size}")
         tensors[name] = Tensor(file, 8 + length + start, shape, dtype)

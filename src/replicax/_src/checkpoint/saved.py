@@ -10,10 +10,19 @@ from typing import Any, final
 import jax.numpy as jnp
 import numpy as np
 
+from replicax._src.checkpoint.array_chunks import origins, part_at, slabs
 from replicax._src.checkpoint.array_files import ArrayReader
-from replicax._src.checkpoint.chunks import origins, part_at, slabs
+from replicax._src.checkpoint.array_leaves import ArrayLeaf
 from replicax._src.checkpoint.contents import ARRAYS, COMPONENTS, MANIFEST, Contents, StoredArray
 from replicax._src.checkpoint.errors import CheckpointNotFoundError, CorruptCheckpointError
+
+
+def save_at(path: str) -> str | None:
+    """Returns the identity of the checkpoint at a path; None if there is none."""
+    try:
+        return SavedCheckpoint(path).contents.save
+    except (CorruptCheckpointError, CheckpointNotFoundError):
+        return None
 
 
 @final
@@ -36,7 +45,7 @@ class SavedCheckpoint:
         manifest = os.path.join(self.path, MANIFEST)
         try:
             with open(manifest, errors="replace") as file:
-                return Contents.of_text(file.read(), manifest)
+                return Contents.from_text(file.read(), manifest)
         except (FileNotFoundError, NotADirectoryError):
             pass
         except OSError as error:
@@ -51,6 +60,10 @@ class SavedCheckpoint:
     def array(self, key: str) -> SavedValue:
         """Returns an array, to read all or parts of it."""
         return SavedValue(self, key)
+
+    def note_given(self, key: str, leaf: ArrayLeaf) -> None:
+        """Does nothing: all processes have read the value, and all compare it where they compare any."""
+        del key, leaf
 
     def reader(self, folder: str, key: str, stored: StoredArray) -> ArrayReader:
         """Opens what a folder of the checkpoint has."""

@@ -1,6 +1,8 @@
-"""Writes a checkpoint: every process its files, into a temporary directory; then process 0 gives it its name.
+"""Writes a checkpoint: every process its files, into a temporary directory; then the leader gives it its name.
 
-A partial checkpoint never has that name. A killed writer leaves a directory that the next start removes.
+A partial checkpoint never has that name. A killed writer leaves a directory that the next start removes. Where the
+others continue after a death, each has a copy of the whole checkpoint, and the leader writes it. If the leader dies,
+the next one writes its copy.
 """
 
 from __future__ import annotations
@@ -14,15 +16,17 @@ import shutil
 import socket
 import tempfile
 import uuid
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, final
 
-from replicax._src.checkpoint import processes
+from replicax._src.checkpoint import agreement
 from replicax._src.checkpoint.array_files import Piece, Written, write_metadata, write_pieces
 from replicax._src.checkpoint.contents import ARRAYS, MANIFEST, Contents, WrittenFiles
 from replicax._src.checkpoint.errors import CheckpointWriteError
+from replicax._src.checkpoint.saved import save_at
 from replicax._src.cluster.failures import ClusterFailureError
+from replicax._src.control.standing import Moment
 
 _TEMPORARY = r"\.(?P<what>part|replaced)-(?P<host>.*)-(?P<pid>\d+)-[0-9a-f]{8}"
 _MARGIN_BYTES = 1 << 20
@@ -31,7 +35,7 @@ log = logging.getLogger("replicax")
 
 @final
 @dataclass(frozen=True)
-class Snapshot:
+class PendingCheckpoint:
     """A checkpoint that will be written.
 
     Attributes:
@@ -39,12 +43,19 @@ class Snapshot:
       contents: What it will contain, without the checksums.
       pieces: The files that this process writes.
       written: The files that it has written already.
+      leader: The number of the process that names the checkpoint.
+      is_whole: True if ``pieces`` are all files. Then only the leader writes, and another process takes its place if it
+        dies.
+      moment: The moment at which the save begins. Those that take part then complete it.
     """
 
     part: str
     contents: Contents
     pieces: list[Piece]
     written: Written
+    leader: int
+    is_whole: bool
+    moment: Moment = field(default_factory=agreement.moment)
 
 
 def new_part(path: str) -> str:
@@ -66,7 +77,7 @@ def new_part(path: str) -> str:
     return part
 
 
-def write(path: str, snapshot: Snapshot) -> int:
+def write(path: str, snapshot: PendingCheckpoint) -> int:
     """Writes a checkpoint, which replaces an existing one at ``path``. Every process calls it, in any thread.
 
     Args:
@@ -80,44 +91,106 @@ def write(path: str, snapshot: Snapshot) -> int:
       CheckpointWriteError: The disk is full, or read-only, in some process. An existing checkpoint is unchanged.
       ClusterFailureError: Another process is lost.
     """
+    while (next_leader := _write_under_leader(path, snapshot)) is not None:
+        snapshot = dataclasses.replace(snapshot, leader=next_leader, part="")
+    return sum(piece.value.nbytes for piece in snapshot.pieces)
+
+
+def _write_under_leader(path: str, snapshot: PendingCheckpoint) -> int | None:
+    """Writes a checkpoint. Returns the number of the next leader, if the leader has died before it was complete."""
     name, contents = os.path.basename(path), snapshot.contents
     is_own = contents.part_of is not None
-    leads = is_own or processes.is_chief()
+    leads = is_own or snapshot.leader == agreement.process_number()
+    once = f"{contents.save} under {snapshot.leader}"
     committed: list[bool] = []
 
-    def write_own() -> tuple[dict[str, int], Written]:
-        folders = {folder: stored for folder, _, stored in contents.folders()}
-        checksums = write_metadata(snapshot.part, folders, contents.save) if leads else {}
-        return checksums, snapshot.written | write_pieces(snapshot.part, folders, snapshot.pieces)
+    def write_files() -> tuple[dict[str, int], Written]:
+        nonlocal snapshot
+        if snapshot.is_whole and not (leads or is_own):
+            return {}, {}
+        if not snapshot.part:
+            log.warning("The task that wrote %s has died. This task writes it in its place.", path)
+            _remove_leftovers(os.path.dirname(path), re.escape(name), lambda host, pid: True)
+            snapshot = dataclasses.replace(snapshot, part=new_part(path))
+        return _write_own(snapshot, leads=leads)
+
+    def tell_files(result: tuple[dict[str, int], Written]) -> Written:
+        return {} if is_own else result[1]
 
     try:
-        (checksums, own), of_all = processes.told_together(
+        (checksums, own), of_all = agreement.gather_results(
             f"writing {name}",
-            lambda: _failing_as(path, write_own),
-            lambda result: {} if is_own else result[1],
-            once=f"{contents.save} written",
+            lambda: _failing_as(path, write_files),
+            tell_files,
+            once=f"{once} written",
+            since=snapshot.moment,
         )
 
         def commit() -> None:
             if leads:
-                files = _files_of(contents, [own] if is_own else of_all)
-                _write_manifest(
-                    snapshot.part, dataclasses.replace(contents, checksums=checksums, files=files)
-                )
-                _take_place(snapshot.part, path)
+                _commit(path, snapshot, checksums, [own] if is_own else of_all)
                 committed.append(True)
 
-        processes.together(
-            f"committing {name}", lambda: _failing_as(path, commit), once=f"{contents.save} committed"
+        live = of_all
+        if is_own or snapshot.leader in live.numbers:
+            live = agreement.gather_results(
+                f"committing {name}",
+                lambda: _failing_as(path, commit),
+                lambda result: None,
+                once=f"{once} committed",
+                since=snapshot.moment,
+            )[1]
+        if is_own or snapshot.leader in live.numbers:
+            return None
+        is_complete = save_at(path) == contents.save
+        found = agreement.gather(
+            f"looking for {name}", is_complete, once=f"{once} found", since=snapshot.moment
         )
+        return None if found[0] else found.numbers[0]
     except ClusterFailureError:
         # A shared checkpoint that is committed is complete; code that needs the others gets the error.
         if is_own or not committed:
             raise
+        return None
     finally:
-        if leads:
+        if leads and snapshot.part:
             shutil.rmtree(snapshot.part, ignore_errors=True)
+
+
+def write_alone(path: str, snapshot: PendingCheckpoint) -> int:
+    """Writes a checkpoint of which this process has everything, as ``write`` does, without the other processes.
+
+    Returns:
+      The number of bytes of arrays.
+
+    Raises:
+      CheckpointWriteError: The disk is full, or read-only. An existing checkpoint is unchanged.
+    """
+
+    def write_all() -> None:
+        checksums, written = _write_own(snapshot, leads=True)
+        _commit(path, snapshot, checksums, [written])
+
+    try:
+        _failing_as(path, write_all)
+    finally:
+        shutil.rmtree(snapshot.part, ignore_errors=True)
     return sum(piece.value.nbytes for piece in snapshot.pieces)
+
+
+def _write_own(snapshot: PendingCheckpoint, *, leads: bool) -> tuple[dict[str, int], Written]:
+    folders = {folder: stored for folder, _, stored in snapshot.contents.folders()}
+    checksums = write_metadata(snapshot.part, folders, snapshot.contents.save) if leads else {}
+    return checksums, snapshot.written | write_pieces(snapshot.part, folders, snapshot.pieces)
+
+
+def _commit(
+    path: str, snapshot: PendingCheckpoint, checksums: dict[str, int], written: Iterable[Written]
+) -> None:
+    files = _files_of(snapshot.contents, written)
+    contents = dataclasses.replace(snapshot.contents, checksums=checksums, files=files)
+    _write_manifest(snapshot.part, contents)
+    _take_place(snapshot.part, path)
 
 
 def _files_of(contents: Contents, written: Iterable[Written]) -> dict[str, WrittenFiles]:
@@ -166,7 +239,12 @@ def _take_place(part: str, path: str) -> None:
     if os.path.exists(path):
         replaced = beside(path, "replaced")
         os.rename(path, replaced)
-    os.rename(part, path)
+    try:
+        os.rename(part, path)
+    except OSError:
+        if replaced is not None:
+            os.rename(replaced, path)
+        raise
     _sync_folder(os.path.dirname(path))
     if replaced is not None:
         shutil.rmtree(replaced, ignore_errors=True)
@@ -193,10 +271,19 @@ def clean(directory: str, name: str) -> None:
 
     A writer that was killed while it replaced a checkpoint has left both. The old one gets its name back.
     """
-    pattern = re.compile(rf"(?P<name>{re.escape(name)}-\d+){_TEMPORARY}")
+    _remove_leftovers(directory, rf"{re.escape(name)}-\d+", lambda host, pid: not _is_alive(host, pid))
+
+
+def _remove_leftovers(directory: str, names: str, is_left: Callable[[str, int], bool]) -> None:
+    """Removes what writers have left of the checkpoints with these names, a regular expression.
+
+    Args:
+      is_left: Returns True for the host and the process of a writer that no longer writes.
+    """
+    pattern = re.compile(rf"(?P<name>{names}){_TEMPORARY}")
     for entry in sorted(os.listdir(directory)):
         match = pattern.fullmatch(entry)
-        if match is None or _is_alive(match["host"], int(match["pid"])):
+        if match is None or not is_left(match["host"], int(match["pid"])):
             continue
         path, whole = os.path.join(directory, entry), os.path.join(directory, match["name"])
         if match["what"] == "replaced" and not os.path.exists(whole):
@@ -260,6 +347,7 @@ def write_error(path: str, error: Exception) -> CheckpointWriteError:
         errno.EDQUOT: "the quota of its disk is used up. Free some space, or keep fewer checkpoints (max_to_keep)",
         errno.EROFS: "its disk is read-only. Choose another directory",
         errno.EACCES: "its directory is not writable. Choose another one, or change its permissions",
+        errno.EPERM: "its directory is not writable. Choose another one, or change its permissions",
         errno.ENOENT: "its directory was deleted in the meantime. The next save creates it again",
         errno.ENOTDIR: "its directory is a file. Choose another path, or move the file away",
         errno.EEXIST: "its directory is a file. Choose another path, or move the file away",

@@ -15,8 +15,8 @@ from typing import Self, final
 
 from replicax._src.cluster.errors import ClusterEnvironmentError
 from replicax._src.cluster.spec import split_address
-from replicax._src.errors import InvalidArgumentError
-from replicax._src.file_access import readers_of, writers_of
+from replicax._src.untrusted.file_access import readers_of, writers_of
+from replicax._src.vocabulary.errors import InvalidArgumentError
 from replicax._src.wire.security import CHECKSUMS_VARIABLE, Security
 
 log = logging.getLogger("replicax")
@@ -74,7 +74,7 @@ class Credentials:
             )
 
     @classmethod
-    def of_environment(cls, environ: Mapping[str, str]) -> Self:
+    def from_environment(cls, environ: Mapping[str, str]) -> Self:
         """Returns the credentials that the environment describes, which may be none.
 
         It reads ``REPLICAX_TOKEN``, or the token from the file ``REPLICAX_TOKEN_FILE``, and the paths

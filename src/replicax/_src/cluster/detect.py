@@ -18,7 +18,7 @@ from replicax._src.cluster.resolver import ClusterResolver, SimpleClusterResolve
 from replicax._src.cluster.spec import ClusterSpec
 from replicax._src.cluster.tf_config import VARIABLE, TFConfigClusterResolver, read_tf_config
 from replicax._src.cluster.torchrun import TorchrunClusterResolver
-from replicax._src.errors import InvalidArgumentError
+from replicax._src.vocabulary.errors import InvalidArgumentError
 
 
 @final

@@ -18,8 +18,17 @@ START_LIMIT = "REPLICAX_START_TIMEOUT_S"
 SILENCE_LIMIT = "REPLICAX_SILENCE_TIMEOUT_S"
 STALL_LIMIT = "REPLICAX_STALL_WARNING_S"
 STUCK_LIMIT = "REPLICAX_STUCK_TIMEOUT_S"
-LIMITS_S = {START_LIMIT: 300.0, SILENCE_LIMIT: 60.0, STALL_LIMIT: 60.0, STUCK_LIMIT: 1800.0}
+FAILURE_SAVE_LIMIT = "REPLICAX_FAILURE_SAVE_TIMEOUT_S"
+LIMITS_S = {
+    START_LIMIT: 300.0,
+    SILENCE_LIMIT: 60.0,
+    STALL_LIMIT: 60.0,
+    STUCK_LIMIT: 1800.0,
+    FAILURE_SAVE_LIMIT: 600.0,
+}
 _MOST_S = 10**7
+
+CPU_COLLECTIVES = "JAX_CPU_COLLECTIVES_IMPLEMENTATION"
 
 
 def limit_s(environ: Mapping[str, str], name: str) -> float:
@@ -41,6 +50,22 @@ def limit_s(environ: Mapping[str, str], name: str) -> float:
         f"{name}={text!r} in the environment must be a number of seconds above 0, of at most {_MOST_S}. Correct it, or "
         f"leave it out for {LIMITS_S[name]:g}."
     )
+
+
+def check_cpu_collectives(requested: str | None) -> None:
+    """Checks that the requested library for collectives between processes on CPUs is one that replicax uses.
+
+    Args:
+      requested: The value of ``JAX_CPU_COLLECTIVES_IMPLEMENTATION``, or of JAX's option of that name.
+
+    Raises:
+      ClusterEnvironmentError: MPI is requested.
+    """
+    if requested == "mpi":
+        raise ClusterEnvironmentError(
+            f"{CPU_COLLECTIVES} is mpi, and replicax no longer has collectives by MPI. Unset it, or set it to gloo, which "
+            "comes with JAX: mpirun starts the workers as before, and they communicate by gloo."
+        )
 
 
 def require(environ: Mapping[str, str], names: Sequence[str], launcher: str) -> None:

@@ -1,6 +1,6 @@
 """The errors of cluster descriptions. ``docs/reference/errors.md`` has an entry for each class."""
 
-from replicax._src.errors import InvalidArgumentError, ReplicaxError
+from replicax._src.vocabulary.errors import InvalidArgumentError, ReplicaxError
 
 
 class ClusterError(InvalidArgumentError):

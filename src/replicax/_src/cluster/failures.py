@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from replicax._src.cluster.environ import STUCK_LIMIT
+from replicax._src.control.dates import position_in_words
 from replicax._src.drawing.text import printable, printable_lines
-from replicax._src.errors import ReplicaxError
+from replicax._src.vocabulary.errors import ReplicaxError
 
 _WORTH_SAYING_S = 2
 
@@ -36,7 +38,17 @@ class ProgramMismatchError(ClusterFailureError):
     """Tasks run different programs, or the same programs in a different order."""
 
 
-def of_gone(
+class StateLostError(ClusterFailureError):
+    """No task that is left has the state of the training, so the others cannot continue without a restart."""
+
+
+class StateMismatchError(ClusterFailureError):
+    """Two tasks report different sums of the same step, or different numbers of steps. Or a replacement has other
+    values than the others before its first step.
+    """
+
+
+def gone_error(
     names: Sequence[str], number: int, how: str, text: str, status: Mapping[str, Any]
 ) -> PeerFailureError:
     """Returns the error for another task that is gone.
@@ -54,6 +66,54 @@ def of_gone(
     return PeerFailureError(f"{names[number]} {told}", (names[number],))
 
 
+def lost_error(
+    names: Sequence[str], number: int, reason: str, message: Mapping[str, Any] = MappingProxyType({})
+) -> ClusterFailureError:
+    """Returns the error for a process that stops although failures are tolerated; see ``epoch_member.Stop``.
+
+    Args:
+      names: The names of all tasks.
+      number: The number of this process's task.
+      reason: The controller's reason, or ``"given_up"`` or ``"cut_off"``.
+      message: The controller's message: the numbers of the tasks at fault, and figures.
+    """
+    members: Sequence[int] = message.get("members", ())
+    tasks = tuple(names[member] for member in members)
+    are = "is" if len(tasks) == 1 else "are"
+    num_left = message.get("num_left", 0)
+    text = _LOST[reason].format(
+        me=names[number],
+        tasks=" and ".join(tasks) or "the others",
+        are=are,
+        left="1 task is left" if num_left == 1 else f"{num_left} tasks are left",
+        min_workers=message.get("min_workers"),
+        again=_RESTART,
+    )
+    match reason:
+        case "state":
+            return StateLostError(text)
+        case "differs":
+            return StateMismatchError(text)
+        case _:
+            return PeerFailureError(text, tasks)
+
+
+_RESTART = "End this process, and start the job again: it resumes from its newest checkpoint."
+_LOST = {
+    "state": "No task that is left has the state of the training: {tasks} had it, and {are} gone. {again}",
+    "differs": "{tasks} report different states of one step, or numbers of steps that cannot both be right. All tasks must run "
+    "the same code on the same data, of the same versions. Look for an `if` on the task, local data or unseeded "
+    "randomness. {again}",
+    "few": "{left}, and `min_workers` is {min_workers}: {tasks} {are} gone. {again} To continue with fewer tasks, give "
+    "FaultToleranceOptions(min_workers=...) a smaller number.",
+    "start": "{tasks} ended before all tasks had started. {again}",
+    "unreachable": "Step after step fails, and no task is gone: connections between the tasks end again and again. Check the "
+    "network between their machines. {again}",
+    "given_up": "{me} was silent for too long, could not be reached by the others, or did not come to its first step in time, and "
+    "the others continue without it. This process must end: its state is no part of the training any more.",
+    "cut_off": "{me} has lost its connection to the controller of the cluster: the controller has ended, or the network between "
+    "them is down. The others may continue without this process. It must end.",
+}
 _AGAIN = "This process cannot continue without it: end it, and start the job again."
 _GONE = {
     "raised": "raised an error ({where}):\n{text}\n{again}",
@@ -67,7 +127,7 @@ _GONE = {
 }
 
 
-def of_mismatch(
+def mismatch_error(
     names: Sequence[str], statuses: Sequence[tuple[int, Mapping[str, Any]]]
 ) -> ProgramMismatchError:
     """Returns the error for two tasks that run different programs."""
@@ -87,7 +147,7 @@ def stall_text(names: Sequence[str], message: Mapping[str, Any]) -> str:
     return f"{_wait_of(names, message)} It fails after {message['limit_s']:g} s ({option})."
 
 
-def of_timeout(names: Sequence[str], message: Mapping[str, Any]) -> PeerFailureError:
+def timeout_error(names: Sequence[str], message: Mapping[str, Any]) -> PeerFailureError:
     """Returns the error for a task that waited too long in a program; ``message`` is the controller's."""
     advice = (
         f"If one program needs this long, allow more time with {STUCK_LIMIT}."
@@ -103,7 +163,7 @@ def of_timeout(names: Sequence[str], message: Mapping[str, Any]) -> PeerFailureE
 
 def _wait_of(names: Sequence[str], message: Mapping[str, Any]) -> str:
     number, status = message["waiting"]
-    program = printable(f"its program number {status['position']}, {status['program']}")
+    program = printable(f"its program number {position_in_words(status['position'])}, {status['program']}")
     waits = f"{names[number]} has waited {message['waited_s']} s in {program}"
     if message["is_stuck"]:
         stuck = "; ".join(f"{names[n]} is {describe_status(s)}" for n, s in message["named"])
@@ -133,15 +193,16 @@ def _place(status: Mapping[str, Any]) -> str:
     if "next" in status:
         number, purpose = status["next"]
         if "program" in purpose:
-            return f"about to run its program number {number}, {purpose['program']}"
-        return f"waiting {purpose['what']}, before its program number {number}"
+            return f"about to run its program number {position_in_words(number)}, {purpose['program']}"
+        return f"waiting {purpose['what']}, before its program number {position_in_words(number)}"
     reading = status.get("reading")
-    if reading is not None and position is not None and reading[0] == position:
-        return f"waiting to read the next batch of a dataset, before its program number {position + 1}"
+    if reading is not None and position is not None and reading[0] >= position:
+        following = position_in_words(reading[0] + 1)
+        return f"waiting to read the next batch of a dataset, before its program number {following}"
     if program is None or position is None or position < 0:
         return "before its first program"
     where = "in" if status.get("doing") == "in" else "after"
-    return f"{where} its program number {position}, {program}"
+    return f"{where} its program number {position_in_words(position)}, {program}"
 
 
 def again(failure: ClusterFailureError) -> ClusterFailureError:

@@ -9,8 +9,8 @@ from typing import Any, final
 from replicax._src.cluster.errors import ClusterManagerError
 from replicax._src.cluster.resolver import AddressedResolver
 from replicax._src.cluster.spec import ClusterSpec, join_address
-from replicax._src.errors import UnsupportedError
-from replicax._src.extras import missing_extra
+from replicax._src.packaging.extras import missing_extra
+from replicax._src.vocabulary.errors import UnsupportedError
 
 
 @final

@@ -12,8 +12,8 @@ from typing import Any, final
 from replicax._src.cluster.errors import ClusterManagerError
 from replicax._src.cluster.resolver import AddressedResolver
 from replicax._src.cluster.spec import ClusterSpec, join_address
-from replicax._src.extras import missing_extra
-from replicax._src.options import _NamedOption
+from replicax._src.packaging.extras import missing_extra
+from replicax._src.vocabulary.options import _NamedOption
 
 
 class KubernetesExecutableLocation(_NamedOption):

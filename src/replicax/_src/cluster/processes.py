@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
 
-from replicax._src.errors import ReplicaxError
+from replicax._src.vocabulary.errors import ReplicaxError
 
 _GUARD: Final = str(Path(__file__).with_name("process_guard.py"))
 _START_TIMEOUT_S: Final = 60.0  # a process guard takes 30 ms on an idle machine
@@ -179,6 +179,15 @@ class Process:
     def resume(self) -> None:
         """Sends SIGCONT, which lets it continue."""
         self._send(signal.SIGCONT)
+
+    def kill_group(self) -> None:
+        """Kills what has remained of its process group after its end. Processes in sessions of their own continue until
+        ``close``. On Linux only, where its number stays reserved.
+        """
+        with self._lock:
+            if self._ending is not None and not self._is_closed and sys.platform == "linux":
+                with contextlib.suppress(OSError):  # the group is empty
+                    os.killpg(self.pid, signal.SIGKILL)
 
     def _send(self, number: int) -> None:
         """Sends a signal, unless the process has ended."""

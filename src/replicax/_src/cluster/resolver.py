@@ -14,7 +14,7 @@ from typing import Any, final
 from replicax._src.cluster.errors import ClusterTypeError, RepeatedTaskError
 from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.spec import ClusterSpec
-from replicax._src.errors import InvalidArgumentError
+from replicax._src.vocabulary.errors import InvalidArgumentError
 
 
 class ClusterResolver(abc.ABC):
@@ -104,7 +104,7 @@ class AddressedResolver(ClusterResolver):
         return dict(self._accelerators)
 
 
-def given_or_read(name: str, read: Callable[[Any], Any], kind: Callable[[Any], Any]) -> Any:
+def argument_or_environment(name: str, read: Callable[[Any], Any], kind: Callable[[Any], Any]) -> Any:
     """Returns a property with the value that was set. While that is None, each access reads the value.
 
     Args:
@@ -133,8 +133,8 @@ class EnvironmentResolver(ClusterResolver):
       environ: The variables; None: ``os.environ``.
     """
 
-    task_type = given_or_read("task_type", lambda resolver: resolver._read_task_type(), str)
-    task_id = given_or_read("task_id", lambda resolver: resolver._read_task_id(), int)
+    task_type = argument_or_environment("task_type", lambda resolver: resolver._read_task_type(), str)
+    task_id = argument_or_environment("task_id", lambda resolver: resolver._read_task_id(), int)
 
     def __init__(
         self,
@@ -250,8 +250,8 @@ class UnionResolver(ClusterResolver):
       ClusterTypeError: An argument is not a resolver.
     """
 
-    task_type = given_or_read("task_type", lambda union: union._resolvers[0].task_type, str)
-    task_id = given_or_read("task_id", lambda union: union._resolvers[0].task_id, int)
+    task_type = argument_or_environment("task_type", lambda union: union._resolvers[0].task_type, str)
+    task_id = argument_or_environment("task_id", lambda union: union._resolvers[0].task_id, int)
 
     def __init__(self, *args: ClusterResolver, **kwargs: Any) -> None:
         self._rpc_layer: str | None = kwargs.pop("rpc_layer", None)

@@ -8,7 +8,7 @@ from typing import Final
 
 from replicax._src.cluster.errors import ClusterEnvironmentError
 from replicax._src.cluster.spec import split_address
-from replicax._src.strict_json import TextError, read_json
+from replicax._src.untrusted.strict_json import TextError, read_json
 
 ROUTES_VARIABLE: Final = "REPLICAX_ROUTES"
 

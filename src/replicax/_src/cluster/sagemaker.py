@@ -8,7 +8,7 @@ from typing import final
 from replicax._src.cluster.errors import ClusterEnvironmentError
 from replicax._src.cluster.resolver import EnvironmentResolver, is_one_task, master_of
 from replicax._src.cluster.spec import ClusterSpec, join_address
-from replicax._src.strict_json import TextError, read_json
+from replicax._src.untrusted.strict_json import TextError, read_json
 
 HOSTS = "SM_HOSTS"
 CURRENT_HOST = "SM_CURRENT_HOST"

@@ -150,6 +150,11 @@ class ClusterSpec:
         return self._source
 
     @property
+    def origin(self) -> str:
+        """The source for a message, ``" (from TF_CONFIG)"``; empty if it is not known."""
+        return from_source(self._source)
+
+    @property
     def jobs(self) -> list[str]:
         """The names of the jobs."""
         return list(self._jobs)

@@ -12,6 +12,14 @@ from pathlib import Path
 from typing import Final, final
 
 STATUS_FILE_VARIABLE: Final = "REPLICAX_STATUS_FILE"
+SAVING: Final = "saving"
+"""The state of a task that saves after the failure of another one. The launcher waits for it."""
+RAISED: Final = "raised"
+"""The state of a task whose program has raised an error of its own. The job has then failed, even if others finish,
+unless another process of the task has taken its place."""
+GIVEN_UP: Final = "given up"
+"""The state of a task that the others continue without, because it was silent or cut off. It ends itself, and the job
+succeeds if the others do."""
 
 
 @final
@@ -32,15 +40,25 @@ class StatusFile:
         """True if writing has an effect."""
         return self._path is not None
 
-    def write(self, step: int, state: str, left_at: float | None = None) -> None:
+    def write(
+        self, step: int, state: str, left_at: float | None = None, *, tolerates_failures: bool = False
+    ) -> None:
         """Writes the status.
 
         Args:
           step: The number of the step.
           state: The state in one word.
           left_at: The time at which the task began to end, on the clock of ``time.monotonic``; None if it has not.
+          tolerates_failures: True if the other tasks continue without this one when it dies: it has joined a job that
+            tolerates failures, and the run is not lost.
         """
-        content = {"step": step, "time": time.time(), "state": state, "left_at": left_at}
+        content = {
+            "step": step,
+            "time": time.time(),
+            "state": state,
+            "left_at": left_at,
+            "tolerates_failures": tolerates_failures,
+        }
         with self._lock:
             try:
                 self._replace(json.dumps(content))

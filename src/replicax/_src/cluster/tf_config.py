@@ -7,10 +7,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
-from replicax._src.cluster.errors import ClusterEnvironmentError
-from replicax._src.cluster.resolver import EnvironmentResolver, given_or_read, is_one_task, master_of
-from replicax._src.cluster.spec import ClusterSpec
-from replicax._src.strict_json import TextError, read_json
+from replicax._src.cluster.errors import ClusterEnvironmentError, ClusterError
+from replicax._src.cluster.resolver import (
+    EnvironmentResolver,
+    argument_or_environment,
+    is_one_task,
+    master_of,
+)
+from replicax._src.cluster.spec import ClusterSpec, Task
+from replicax._src.untrusted.strict_json import TextError, read_json
 
 VARIABLE = "TF_CONFIG"
 
@@ -59,7 +64,7 @@ class TFConfigClusterResolver(EnvironmentResolver):
     ('worker', 1, 'b:1')
     """
 
-    rpc_layer = given_or_read(
+    rpc_layer = argument_or_environment(
         "rpc_layer", lambda resolver: read_tf_config(resolver._environ).get("rpc_layer"), str
     )
 
@@ -108,6 +113,15 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
                 f"in one list."
             )
     return dict(pairs)
+
+
+def says_this_process_is(task: Task) -> bool:
+    """Returns True if ``TF_CONFIG`` is there, and says that this process is that task."""
+    try:
+        resolver = TFConfigClusterResolver()
+        return (resolver.task_type, resolver.task_id) == (task.type, task.index)
+    except ClusterError:
+        return False
 
 
 def _object(config: Mapping[str, Any], key: str) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, final
@@ -11,10 +10,12 @@ from replicax._src.cluster.environ import leader_port, rank_and_size
 from replicax._src.cluster.errors import ClusterEnvironmentError
 from replicax._src.cluster.resolver import AddressedResolver
 from replicax._src.cluster.spec import ClusterSpec, join_address
-from replicax._src.errors import InvalidArgumentError, UnsupportedError
+from replicax._src.hooks import hook
+from replicax._src.packaging.home import install_command
+from replicax._src.vocabulary.errors import DeviceError, InvalidArgumentError, UnsupportedError
 
 if TYPE_CHECKING:
-    from replicax._src.devices.tpu.topology import TPUSystemMetadata
+    from replicax._src.devices.tpu.positions import TPUSystemMetadata
 
 HOSTS = "TPU_WORKER_HOSTNAMES"
 NUMBER = "TPU_WORKER_ID"
@@ -26,14 +27,14 @@ class TPUClusterResolver(AddressedResolver):
     """The hosts of the TPU that this program runs on, from TPU_WORKER_HOSTNAMES and TPU_WORKER_ID.
 
     JAX computes on the devices of its own machine, so start the program on every host of the TPU. A single host needs
-    no variables. Without a TPU, the CPU devices of this process stand for its cores: ``rx.config.set_local_devices(8)``
-    makes eight.
+    no variables. Without a TPU this is an error, as in TensorFlow. To try a program out, let the CPU devices of this
+    process stand for the cores: ``rx.config.set_local_devices(8)`` and ``tpu="local"``.
 
     Args:
-      tpu: ``None`` or ``""`` means the TPU of this machine, or else virtual devices. ``"local"`` means the devices of
-        this process only; the environment is ignored. ``"local:2x2x1x2"`` means virtual devices in a mesh of this
-        shape: sizes in x, y and z, and the cores of a chip (z and cores are optional). The name of a TPU means that
-        TPU, and no virtual devices.
+      tpu: ``None`` or ``""`` means the TPU of this machine, and of the hosts in TPU_WORKER_HOSTNAMES. ``"local"`` means
+        the devices of this process only: TPU cores, or else virtual devices; the environment is ignored.
+        ``"local:2x2x1x2"`` means virtual devices in a mesh of this shape: sizes in x, y and z, and the cores of a chip
+        (z and cores are optional). The name of a TPU means that TPU, and no virtual devices.
       zone: Not needed. This and the other unneeded arguments tell TensorFlow how to find a remote TPU.
       project: Not needed.
       job_name: The job of the tasks.
@@ -49,6 +50,8 @@ class TPUClusterResolver(AddressedResolver):
       needs_tpu: True if virtual devices are not allowed.
 
     Raises:
+      DeviceError: ``tpu`` is None or ``""``, this machine has no TPU, and the environment names no hosts. It is a
+        ``ValueError``, as in TensorFlow.
       UnsupportedError: ``tpu`` is the address of a TPU on another machine.
       InvalidArgumentError: ``tpu`` is not a string, or has no shape after ``local:``.
       ClusterEnvironmentError: The two variables contradict each other.
@@ -94,6 +97,12 @@ class TPUClusterResolver(AddressedResolver):
             [] if is_local else [host.strip() for host in environ.get(HOSTS, "").split(",") if host.strip()]
         )
         self._cluster_spec = ClusterSpec({})
+        if not self.tpu and not hosts and not has_tpu():
+            raise DeviceError(
+                f"TPUClusterResolver(tpu={tpu!r}): there is no TPU. JAX finds none on this machine, and {HOSTS} in the environment "
+                f"names no hosts. Run the program on a TPU VM with JAX for TPUs: {install_command('jax[tpu]')}. To try it out on "
+                "virtual CPU devices, call rx.config.set_local_devices(8) first and use tpu='local'."
+            )
         if len(hosts) > 1:
             self.task_type = job_name
             self.task_id, self._cluster_spec = _cluster(environ, hosts, job_name)
@@ -125,7 +134,7 @@ class TPUClusterResolver(AddressedResolver):
           ClusterStartError: A host is missing after ``REPLICAX_START_TIMEOUT_S``.
         """
         resolver = TPUClusterResolver(tpu, zone, project)
-        _tpu_system().initialize_tpu_system(resolver)
+        hook("tpu_system").initialize_tpu_system(resolver)
         return resolver
 
     def get_tpu_system_metadata(self) -> TPUSystemMetadata:
@@ -135,7 +144,7 @@ class TPUClusterResolver(AddressedResolver):
           DeviceError: See ``rx.tpu.experimental.initialize_tpu_system``.
           ClusterStartError: A host is missing after ``REPLICAX_START_TIMEOUT_S``.
         """
-        return _tpu_system().metadata_of(self)
+        return hook("tpu_system").metadata_of(self)
 
     @property
     def tpu_hardware_feature(self) -> None:
@@ -161,8 +170,9 @@ class TPUClusterResolver(AddressedResolver):
         return f"TPUClusterResolver({self.tpu!r})"
 
 
-def _tpu_system() -> Any:
-    return importlib.import_module("replicax._src.strategies.tpu_system")  # by name: it is in a higher layer
+def has_tpu() -> bool:
+    """True if this machine has a TPU that JAX may use. JAX's backend starts only if there are devices of Google."""
+    return bool(hook("device_listing").list_physical_devices("TPU"))
 
 
 def _cluster(environ: Mapping[str, str], hosts: list[str], job_name: str) -> tuple[int, ClusterSpec]:

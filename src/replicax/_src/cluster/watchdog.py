@@ -43,10 +43,14 @@ class Watchdog:
 
     Args:
       is_running: Returns True while a program runs.
+
+    Attributes:
+      is_held: Returns True while this process must not be ended, because another thread saves.
     """
 
     def __init__(self, is_running: Callable[[], bool]):
         self._is_running = is_running
+        self.is_held: Callable[[], bool] = lambda: False
         self._ours: set[str] = set()
 
     @contextlib.contextmanager
@@ -69,7 +73,7 @@ class Watchdog:
             for name, descriptor in connections().items():
                 if name in self._ours:
                     _shut_down(descriptor)
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline and not self.is_held():
                 log.critical("%s\nThe waiting step cannot be interrupted, so this process ends.", failure)
                 os._exit(1)
             time.sleep(0.5)

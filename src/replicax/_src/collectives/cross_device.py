@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax._src import jax_compat
 from replicax._src.collectives import in_replica
 from replicax._src.collectives.in_replica import Communicator
-from replicax._src.errors import InvalidArgumentError
-from replicax._src.options import CommunicationOptions, ReduceOp
+from replicax._src.jax_internals import jax_compat
 from replicax._src.tracing.markers import reduced_p
-from replicax._src.values import DistributedValues
+from replicax._src.values.distributed import DistributedValues
+from replicax._src.vocabulary.errors import InvalidArgumentError
+from replicax._src.vocabulary.options import CommunicationOptions, ReduceOp
 
 
 class CrossDeviceOps:
@@ -72,7 +72,7 @@ class CrossDeviceOps:
         del destinations, options
         components = [in_replica.reducible(v, reduce_op) for v in _components(per_replica_value)]
         total = functools.reduce(jnp.add, components)
-        return in_replica.mean_of_sum(total, len(components)) if reduce_op is ReduceOp.MEAN else total
+        return in_replica.from_sum(reduce_op, total, len(components))
 
     def batch_reduce_implementation(
         self,
@@ -191,7 +191,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         del destinations, options
         components = [in_replica.reducible(v, reduce_op) for v in _components(per_replica_value)]
         total = self._accumulate(list(components))
-        return in_replica.mean_of_sum(total, len(components)) if reduce_op is ReduceOp.MEAN else total
+        return in_replica.from_sum(reduce_op, total, len(components))
 
 
 def reduce_in_replica(

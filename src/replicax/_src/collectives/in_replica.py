@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -16,19 +17,19 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 
-from replicax._src import jax_compat
 from replicax._src.devices.topology import REPLICA_AXIS, Topology
-from replicax._src.errors import ReductionError, UnsupportedError
-from replicax._src.options import CommunicationOptions, ReduceOp
+from replicax._src.jax_internals import jax_compat
 from replicax._src.tracing.capture import Capture
-from replicax._src.values import cut, largest_shape, pad
+from replicax._src.values.distributed import cut, largest_shape, pad
+from replicax._src.vocabulary.errors import ReductionError, UnsupportedError
+from replicax._src.vocabulary.options import CommunicationOptions, ReduceOp
 
 # On CPUs each array of an all-reduce costs 10 to 20 µs in one process, and 100 µs to 3 ms between processes, whatever
 # its size. Larger arrays are reduced on their own: joining or splitting them costs more in copies than it saves.
 _ALONE_BYTES, _SHARED_ALONE_BYTES = 256 * 1024, 2 * 1024 * 1024
 _DEFAULT_PACK_BYTES = 4 * 1024 * 1024
-# With more arrays than this, the compiler must not know where each begins in a buffer; see ``_hidden_starts``.
-_MANY_ARRAYS = 16
+MANY_ARRAYS = 16
+"""With more arrays than this, the compiler must not know where each begins in a buffer; see ``_hidden_starts``."""
 
 
 class IndexedSlices:
@@ -107,6 +108,8 @@ class Packing:
         """Returns the packing of the options, the strategy's, or the devices' default. None leaves it to XLA."""
         if topology.num_logical_devices > 1:
             return None  # sharded arrays would have to be gathered first
+        if topology.survivors is not None:
+            return None  # they pack all sums of a round
         bytes_per_pack = (options.bytes_per_pack if options else 0) or topology.bytes_per_pack
         if bytes_per_pack:
             return cls(bytes_per_pack, hides_starts=topology.is_cpu)
@@ -194,7 +197,7 @@ def packed_sum(values: Sequence[Any], packing: Packing | None) -> list[Any]:
         return []
     if packing is None or len(values) == 1:
         return list(jax.lax.psum(tuple(values), REPLICA_AXIS))
-    hides_starts = packing.hides_starts and len(values) > _MANY_ARRAYS
+    hides_starts = packing.hides_starts and len(values) > MANY_ARRAYS
     results: list[Any] = list(values)
     for indices in packing.packs(values):
         members = [values[i] for i in indices]
@@ -206,17 +209,33 @@ def packed_sum(values: Sequence[Any], packing: Packing | None) -> list[Any]:
 def _sum_pack(members: Sequence[Any], *, hides_starts: bool) -> list[Any]:
     if len(members) == 1:
         return [jax.lax.psum(members[0], REPLICA_AXIS)]
-    total = jax.lax.psum(jnp.concatenate([m.reshape(-1) for m in members]), REPLICA_AXIS)
-    sizes = [m.size for m in members]
+    total = jax.lax.psum(joined(members), REPLICA_AXIS)
+    return separated(total, [m.shape for m in members], hides_starts=hides_starts)
+
+
+def joined(members: Sequence[Any]) -> Any:
+    """Returns the entries of arrays of one dtype in one buffer."""
+    flat = [member.reshape(-1) for member in members]
+    return flat[0] if len(flat) == 1 else jnp.concatenate(flat)
+
+
+def separated(buffer: Any, shapes: Sequence[tuple[int, ...]], *, hides_starts: bool) -> list[Any]:
+    """Returns the arrays of a buffer from ``joined``.
+
+    Args:
+      hides_starts: See ``Packing``.
+    """
+    sizes = [math.prod(shape) for shape in shapes]
     starts = [0, *itertools.accumulate(sizes[:-1])]
-    if hides_starts and total.size:
-        hidden = _hidden_starts(starts, total)
-        pieces = list(map(functools.partial(jax.lax.dynamic_slice_in_dim, total), hidden, sizes))
+    if hides_starts and buffer.size:
+        hidden = _hidden_starts(starts, buffer)
+        pieces = list(map(functools.partial(jax.lax.dynamic_slice_in_dim, buffer), hidden, sizes))
     else:
         pieces = [
-            jax.lax.slice(total, (start,), (start + size,)) for start, size in zip(starts, sizes, strict=True)
+            jax.lax.slice(buffer, (start,), (start + size,))
+            for start, size in zip(starts, sizes, strict=True)
         ]
-    return [piece.reshape(m.shape) for piece, m in zip(pieces, members, strict=True)]
+    return [piece.reshape(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 def _hidden_starts(starts: Sequence[int], total: Any) -> list[Any]:
@@ -259,7 +278,7 @@ def _all_reduce(
     dense = [i for i, leaf in enumerate(leaves) if not _is_slices(leaf)]
     arrays = [reducible(leaves[i], op) for i in dense]
     for i, total in zip(dense, communicator.sum(arrays, options), strict=True):
-        results[i] = mean_of_sum(total, communicator.num_replicas) if op is ReduceOp.MEAN else total
+        results[i] = from_sum(op, total, communicator.num_replicas)
     for i, leaf in enumerate(leaves):
         if _is_slices(leaf):
             results[i] = _reduce_slices(communicator, op, leaf)
@@ -267,11 +286,9 @@ def _all_reduce(
 
 
 def _reduce_slices(communicator: Communicator, op: ReduceOp, slices: IndexedSlices) -> IndexedSlices:
-    values = jnp.concatenate(communicator.components(slices.values))
+    values = jnp.concatenate(communicator.components(slices.values))  # repeated rows add up
     indices = jnp.concatenate(communicator.components(slices.indices))
-    if op is ReduceOp.MEAN:
-        values = mean_of_sum(values, communicator.num_replicas)
-    return IndexedSlices(values, indices, slices.dense_shape)
+    return IndexedSlices(from_sum(op, values, communicator.num_replicas), indices, slices.dense_shape)
 
 
 def reducible(value: Any, op: ReduceOp = ReduceOp.SUM) -> Any:
@@ -292,6 +309,21 @@ def reducible(value: Any, op: ReduceOp = ReduceOp.SUM) -> Any:
         )
     is_small = jnp.issubdtype(array.dtype, jnp.integer) and array.dtype.itemsize < 4
     return array.astype(jnp.int32) if op is ReduceOp.MEAN and is_small else array
+
+
+def from_sum(op: ReduceOp, total: Any, count: Any) -> Any:
+    """Returns the result of a reduction, given the sum of the values and their number.
+
+    Raises:
+      ReductionError: A sum does not tell the result of this operation.
+    """
+    if op is ReduceOp.SUM:
+        return total
+    if op is ReduceOp.MEAN:
+        return mean_of_sum(total, count)
+    raise ReductionError(
+        f"Cannot reduce by {op!r}: here values are added, which gives ReduceOp.SUM and ReduceOp.MEAN. Use one of these."
+    )
 
 
 def mean_of_sum(total: Any, count: Any) -> Any:
@@ -345,6 +377,27 @@ def concatenate(components: Sequence[Any], axis: Any) -> Any:
                 f"the gathered axis {axis} may differ."
             )
     return jnp.concatenate(components, axis=axis)
+
+
+@final
+class ReplicaSums:
+    """Sums over the replicas of a topology, inside of a ``shard_map`` over them.
+
+    Attributes:
+      index: This replica's index.
+    """
+
+    def __init__(self, topology: Topology):
+        self._packing = Packing.on(topology)
+        self.index = jax.lax.axis_index(REPLICA_AXIS)
+
+    def sum(self, values: Sequence[Any]) -> list[Any]:
+        """Returns the sums of arrays over replicas."""
+        return packed_sum(values, self._packing)
+
+    def first(self, values: Sequence[Any]) -> list[Any]:
+        """Returns the first replica's arrays, on every replica."""
+        return first_of(self.index == 0, values, self.sum)
 
 
 def first_replicas(communicator: Communicator, values: Sequence[Any]) -> list[Any]:

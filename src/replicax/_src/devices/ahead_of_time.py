@@ -8,10 +8,10 @@ from typing import Any
 
 import jax
 
-from replicax._src import jax_compat
 from replicax._src.devices.hardware import GPU_VARIABLE, QUIET_TPU, Chip, Hardware, check_extra
 from replicax._src.devices.topology import Topology, replica_mesh
-from replicax._src.errors import PlanError, TopologyError
+from replicax._src.jax_internals import jax_compat
+from replicax._src.vocabulary.errors import PlanError, TopologyError
 
 _TARGET = """\
 gpu_device_info {{
@@ -45,7 +45,7 @@ def topology_ahead(hardware: Hardware, num_logical_devices: int = 1) -> Topology
         )
     devices = _devices(hardware)  # ordered by host
     grid = [devices[i : i + num_logical_devices] for i in range(0, count, num_logical_devices)]
-    return Topology.of_mesh(replica_mesh(grid), is_ahead=True)
+    return Topology.from_mesh(replica_mesh(grid), is_ahead=True)
 
 
 @functools.lru_cache(maxsize=4)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
 from replicax._src.devices.split import split_offsets, split_sizes
-from replicax._src.errors import InvalidArgumentError
-from replicax._src.options import _NamedOption, whole_number
+from replicax._src.vocabulary.errors import InvalidArgumentError
+from replicax._src.vocabulary.options import _NamedOption, whole_number
 
 
 class NotEnoughFilesError(InvalidArgumentError):
@@ -109,7 +109,7 @@ def check_shard(
 
 
 @dataclass(frozen=True)
-class Rows:
+class BatchRows:
     """Adjacent rows of one batch, split over the replicas of one worker.
 
     Attributes:
@@ -127,19 +127,19 @@ class Rows:
 
 
 @functools.lru_cache(maxsize=256)  # it is called for every batch
-def rows_of_global_batch(num_rows: int, share: WorkerShare) -> Rows:
+def rows_of_global_batch(num_rows: int, share: WorkerShare) -> BatchRows:
     """Returns the rows of a global batch that a worker feeds: one step of the policy DATA.
 
     ``split_sizes`` splits the batch over all R replicas. Over all workers, every row is used once.
     """
     first, last = share.first_replica, share.first_replica + share.replicas_per_worker
-    return Rows(
+    return BatchRows(
         split_offsets(num_rows, share.num_replicas)[first],
         split_sizes(num_rows, share.num_replicas)[first:last],
     )
 
 
-def rows_of_own_batch(num_rows: int, share: WorkerShare) -> Iterator[Rows]:
+def rows_of_own_batch(num_rows: int, share: WorkerShare) -> Iterator[BatchRows]:
     """Yields the steps into which a worker splits a batch of its own: the policies FILE and OFF.
 
     The batch is as large as the global batch, and the worker feeds only its part per step, so the batch lasts for about
@@ -153,7 +153,7 @@ def rows_of_own_batch(num_rows: int, share: WorkerShare) -> Iterator[Rows]:
     turned = sizes[share.first_replica :] + sizes[: share.first_replica]
     start = 0
     for first in range(0, share.num_replicas, share.replicas_per_worker):
-        rows = Rows(start, turned[first : first + share.replicas_per_worker])
+        rows = BatchRows(start, turned[first : first + share.replicas_per_worker])
         start = rows.stop
         if rows.stop > rows.start:
             yield rows

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
-from replicax._src.errors import TopologyError
-from replicax._src.extras import missing_extra, missing_packages
+from replicax._src.packaging.extras import missing_extra, missing_packages
+from replicax._src.vocabulary.errors import TopologyError
 
 GPU_VARIABLE = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 """With it JAX loads its GPU compiler on a machine without a GPU; it is read when JAX is imported."""

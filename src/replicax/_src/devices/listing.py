@@ -18,9 +18,10 @@ from typing import Any
 
 import jax
 
-from replicax._src import jax_compat
 from replicax._src.devices.device_names import LogicalDevice, PhysicalDevice
-from replicax._src.devices.topology import device_kind, prepare_backend, resolve_device
+from replicax._src.devices.jax_backend import prepare_backend
+from replicax._src.devices.named_devices import device_kind, resolve_device
+from replicax._src.jax_internals import jax_compat
 
 _KINDS = ("CPU", "GPU", "TPU")
 _PLATFORMS = {"GPU": ("gpu", "cuda", "rocm"), "TPU": ("tpu",)}

@@ -16,11 +16,11 @@ from typing import Any, Final
 
 import jax
 
-from replicax._src import jax_compat
 from replicax._src.cluster.errors import ClusterEnvironmentError
-from replicax._src.cluster.layout import CHECKPOINT_DIR_VARIABLE
+from replicax._src.cluster.machine_layout import CHECKPOINT_DIR_VARIABLE
 from replicax._src.devices.program_files import ProgramFiles
-from replicax._src.file_access import writers_above, writers_of
+from replicax._src.jax_internals import jax_compat
+from replicax._src.untrusted.file_access import writers_above, writers_of
 
 log = logging.getLogger("replicax")
 

@@ -6,13 +6,14 @@ import contextlib
 import os
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final, final
 
-from replicax._src.file_access import is_own
+from replicax._src.untrusted.file_access import is_own
 
 _SUFFIX: Final = "-cache"  # as JAX names them
+_PART: Final = ".part-"
 _PART_LIVES_S: Final = 3600.0
 # A full scan may be slow on a network disk, so a process writes this share of the limit before the next one.
 _SCANNED_EVERY: Final = 0.01
@@ -48,12 +49,8 @@ class ProgramFiles:
         self._path = Path(folder)  # JAX prints it
         self._root, self._max_bytes = root or self._path, max_bytes
         self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for left in self._root.rglob("*.part-*"):
-            with contextlib.suppress(OSError):  # another process may remove it at the same time
-                if time.time() - left.stat().st_mtime > _PART_LIVES_S:
-                    left.unlink()
         self._num_new = 0  # bytes written since the last scan
-        self._remove_old()
+        self._clean_up()
 
     def get(self, key: str) -> bytes | None:
         """Returns a program, or None."""
@@ -74,7 +71,7 @@ class ProgramFiles:
         """Writes a program, also in place of a damaged one."""
         if self._max_bytes is not None and len(value) > self._max_bytes:
             return
-        part = self._path / f"{key}.part-{uuid.uuid4().hex}"
+        part = self._path / f"{key}{_PART}{uuid.uuid4().hex}"
         try:
             part.touch(mode=0o600)
             part.write_bytes(value)
@@ -84,30 +81,44 @@ class ProgramFiles:
             raise
         self._num_new += len(value)
         if self._max_bytes is not None and self._num_new > self._max_bytes * _SCANNED_EVERY:
-            self._remove_old()
+            self._clean_up()
 
-    def _remove_old(self) -> None:
-        self._num_new = 0
-        if self._max_bytes is None:
-            return
-        found = []
-        for path in self._root.rglob(f"*{_SUFFIX}"):
-            with contextlib.suppress(OSError):
-                about = path.stat()
-                found.append((about.st_mtime, about.st_size, path))
-        for path in oldest(found, self._max_bytes):
+    def _clean_up(self) -> None:
+        """Removes what killed processes left, and the programs that are too many."""
+        self._num_new, found, left = 0, [], []
+        for file in _files_below(self._root):
+            if file.name.endswith(_SUFFIX):
+                with contextlib.suppress(OSError):
+                    about = file.stat()
+                    found.append((about.st_mtime, about.st_size, file.path))
+            elif _PART in file.name:
+                with contextlib.suppress(OSError):
+                    if time.time() - file.stat().st_mtime > _PART_LIVES_S:
+                        left.append(file.path)
+        if self._max_bytes is not None:
+            left += oldest(found, self._max_bytes)
+        for path in left:
             with contextlib.suppress(OSError):  # another process may remove it at the same time
-                path.unlink()
+                os.unlink(path)
 
 
-def oldest(found: Iterable[tuple[float, int, Path]], max_bytes: int) -> list[Path]:
+def _files_below(folder: str | Path) -> Iterator[os.DirEntry[str]]:
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                yield from _files_below(entry.path)
+            else:
+                yield entry
+
+
+def oldest(found: Iterable[tuple[float, int, str]], max_bytes: int) -> list[str]:
     """Returns the paths to remove: none while all fit, otherwise those that do not fit into 90 % of the limit beside
     newer ones. The newest stays.
 
-    >>> oldest([(1.0, 5, Path("a")), (3.0, 5, Path("b")), (2.0, 5, Path("c"))], 12)
-    [PosixPath('a')]
-    >>> oldest([(3.0, 5, Path("new")), (2.0, 95, Path("large")), (1.0, 5, Path("old"))], 100)
-    [PosixPath('large')]
+    >>> oldest([(1.0, 5, "a"), (3.0, 5, "b"), (2.0, 5, "c")], 12)
+    ['a']
+    >>> oldest([(3.0, 5, "new"), (2.0, 95, "large"), (1.0, 5, "old")], 100)
+    ['large']
     """
     newest_first = sorted(found, key=lambda one: one[:2], reverse=True)
     if sum(size for _, size, _ in newest_first) <= max_bytes:

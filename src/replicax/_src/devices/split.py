@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from replicax._src.errors import InvalidArgumentError
-from replicax._src.options import _NamedOption, whole_number
+from replicax._src.vocabulary.errors import InvalidArgumentError
+from replicax._src.vocabulary.options import _NamedOption, whole_number
 
 
 def split_sizes(num_rows: int, num_replicas: int) -> tuple[int, ...]:
@@ -114,6 +114,11 @@ class InputOptions:
     experimental_replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER
     experimental_place_dataset_on_device: bool = False
     experimental_per_replica_buffer_size: int = 1
+
+    @property
+    def is_per_replica(self) -> bool:
+        """True if a dataset function is called once for each replica."""
+        return self.experimental_replication_mode is InputReplicationMode.PER_REPLICA
 
     def __post_init__(self) -> None:
         mode = InputReplicationMode.parse(self.experimental_replication_mode)

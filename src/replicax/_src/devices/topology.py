@@ -6,9 +6,7 @@ import collections
 import functools
 import hashlib
 import logging
-import os
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,41 +14,21 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from replicax._src import jax_compat
-from replicax._src.cluster.layout import TASKS_ON_HOST_VARIABLE, num_usable_cores
 from replicax._src.cluster.peers import Peers, joined_peers
 from replicax._src.cluster.shared_program import SharedProgram
 from replicax._src.devices.autoshard import WorkerShare
-from replicax._src.devices.device_names import LogicalDevice
-from replicax._src.devices.program_cache import keep_programs
-from replicax._src.errors import BackendStartedError, DeviceError, InvalidArgumentError, UnsupportedError
-from replicax._src.home import install_command
-from replicax._src.jax_compat import Device
-from replicax._src.options import whole_number
+from replicax._src.devices.live_workers import LiveWorkers, not_for_survivors
+from replicax._src.jax_internals import jax_compat
+from replicax._src.jax_internals.jax_compat import Device
+from replicax._src.vocabulary.errors import InvalidArgumentError, UnsupportedError
+from replicax._src.vocabulary.options import whole_number
 
 REPLICA_AXIS = "replica"
 LOGICAL_AXIS = "logical"
 GROUP_AXIS, SHARD_AXIS = "group", "shard"
 log = logging.getLogger("replicax")
 
-# The packages on JAX's installation page in 2026.
-_NVIDIA = f'{install_command("jax[cuda13]")} (or "jax[cuda12]", for older drivers)'
-_INSTALL = {
-    "gpu": _NVIDIA,
-    "cuda": _NVIDIA,
-    "rocm": install_command("jax[rocm7-local]"),
-    "tpu": install_command("jax[tpu]"),
-}
-
-# XLA runs the collectives of all virtual CPU devices on one thread pool of this many threads. With fewer threads than
-# waiting participants, XLA aborts the process after 40 s (seen with jax 0.10 on 2 cores).
-_CPU_POOL_THREADS = 16
-# The number of a job's processes on this host, set by replicax's launcher, torchrun and Open MPI.
-_TASKS_ON_HOST = (TASKS_ON_HOST_VARIABLE, "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
-_DEVICE_NAME = re.compile(
-    r"^(?:/?job:[^/]+)?(?:/replica:\d+)?(?:/task:\d+)?/?(?:device:)?"
-    r"(?P<kind>(?!(?:job|replica|task):)[A-Za-z]+)(?::(?P<index>\d+))?$"
-)
+_PER_REPLICA = "A per-replica value, such as an element of a distributed dataset,"
 
 
 def replica_mesh(grid: Sequence[Sequence[Device]]) -> Mesh:
@@ -90,7 +68,9 @@ def _prime_factors(number: int) -> list[int]:
 class Topology:
     """The devices of R replicas as a mesh with the axis ``replica``. A replica has one device or L logical devices.
 
-    All processes have the same topology. Each process has the devices of some adjacent replicas.
+    All processes have the same topology. Each process has the devices of some adjacent replicas. A topology of
+    survivors is different: each process has one device of its own, which runs one replica after the other, and no array
+    or program is of several processes.
 
     Attributes:
       devices: R devices, the first device of each replica, in replica order. Empty for another process, a worker with
@@ -102,6 +82,7 @@ class Topology:
       stacked: The sharding of an array [steps, R, ...] of several of these.
       bytes_per_pack: The size of the buffers in which arrays are summed together; 0 chooses it for the devices.
       is_ahead: True if nothing runs on the devices, which may be absent. Their arrays are only described.
+      survivors: The live workers, which compute the replicas of the dead ones too; None if a death ends the job.
     """
 
     devices: tuple[Device, ...]
@@ -112,6 +93,7 @@ class Topology:
     stacked: NamedSharding
     bytes_per_pack: int = 0
     is_ahead: bool = False
+    survivors: LiveWorkers | None = None
 
     @classmethod
     def of(
@@ -133,10 +115,10 @@ class Topology:
                     f"devices of one process. Give one of {allowed}, or other devices."
                 )
         grid = [devices[i : i + count] for i in range(0, len(devices), count)]
-        return cls.of_mesh(replica_mesh(grid), bytes_per_pack)
+        return cls.from_mesh(replica_mesh(grid), bytes_per_pack)
 
     @classmethod
-    def of_mesh(cls, mesh: Mesh, bytes_per_pack: int = 0, *, is_ahead: bool = False) -> Topology:
+    def from_mesh(cls, mesh: Mesh, bytes_per_pack: int = 0, *, is_ahead: bool = False) -> Topology:
         """Returns the topology of a mesh from ``replica_mesh``."""
         is_shared = len({device.process_index for device in mesh.devices.flat}) > 1 and not is_ahead
         peers = joined_peers() if is_shared else None
@@ -152,6 +134,39 @@ class Topology:
         )
 
     @classmethod
+    def of_survivors(
+        cls, device: Device, peers: Peers, num_replicas: int, survivors: LiveWorkers
+    ) -> Topology:
+        """Returns the topology of R replicas of which the live workers compute all, each on a device of its own.
+
+        Args:
+          device: The device of this process.
+          peers: The processes.
+          num_replicas: R, the number of all tasks.
+          survivors: The live workers.
+        """
+        own = cls.of([device])
+        topology = cls(
+            (device,) * num_replicas,
+            peers,
+            own.mesh,
+            own.replicated,
+            own.replicated,  # each process has the rows of all replicas
+            own.replicated,
+            survivors=survivors,
+        )
+        grid = np.empty((num_replicas, 1), dtype=object)
+        grid[:] = device
+        vars(topology).update(
+            num_replicas=num_replicas,
+            share=WorkerShare(num_replicas=num_replicas),  # an adopter needs the rows of the others
+            grid=grid,
+            local_devices=(device,),
+            _placed_parts=((0, device),),
+        )
+        return topology
+
+    @classmethod
     def elsewhere(cls, num_replicas: int, *, is_cpu: bool = True) -> Topology:
         """Returns the topology of another process, for which this process makes programs. Values stay on the host."""
         # Otherwise jax 0.12 would make explicit axes, unlike those of a Mesh.
@@ -165,10 +180,15 @@ class Topology:
     def num_replicas(self) -> int:
         return self.mesh.shape[REPLICA_AXIS]
 
+    @property
+    def axes(self) -> list[tuple[str, int]]:
+        """The name of the axis of the replicas, with their number, for traces of one replica."""
+        return [(REPLICA_AXIS, self.num_replicas)]
+
     @functools.cached_property
     def num_logical_devices(self) -> int:
         """L, the number of devices of each replica."""
-        return self.mesh.size // self.num_replicas
+        return self.mesh.size // self.mesh.shape[REPLICA_AXIS]
 
     def logical_spec(self, pieces: Sequence[int], otherwise: Any = None) -> PartitionSpec:
         """Returns the spec of an array that is split into ``pieces`` along its dims, L pieces in all, one for each
@@ -216,9 +236,18 @@ class Topology:
 
     # --- this process's part --------------------------------------------------------------------------
 
+    @property
+    def spans_processes(self) -> bool:
+        """True if arrays and programs are of several processes."""
+        return self.peers is not None and self.survivors is None
+
+    @property
+    def local_replicas(self) -> Sequence[int]:
+        """The numbers of the replicas of this process. Those of a survivor change when another one dies."""
+        return self._own_replicas if self.survivors is None else self.survivors.replicas
+
     @functools.cached_property
-    def local_replicas(self) -> range:
-        """The numbers of the replicas of this process."""
+    def _own_replicas(self) -> range:
         if self.peers is None:
             return range(self.num_replicas)
         count = self.num_replicas // len(self.peers)
@@ -279,7 +308,7 @@ class Topology:
             return jax.tree_util.tree_map(lambda value: jax_compat.described(value, sharding), pytree)
         if not self.devices:
             return pytree
-        if self.peers is None:
+        if not self.spans_processes:
             return jax.device_put(pytree, sharding)
         return jax.tree_util.tree_map(lambda value: self._put_shared(value, sharding), pytree)
 
@@ -298,6 +327,8 @@ class Topology:
         """
         if not self.devices or (len(rows) == self.num_replicas and not jax_compat.is_evaluating()):
             return jax.numpy.concatenate(rows)
+        if self.survivors is not None:  # each process has the rows of all replicas
+            return self.put_whole(jax.numpy.concatenate(rows))
         parts = [jax.device_put(rows[i], device) for i, device in self._placed_parts]
         return jax.make_array_from_single_device_arrays((self.num_replicas, *shape), self.per_replica, parts)
 
@@ -319,10 +350,17 @@ class Topology:
         """
         if self.num_logical_devices > 1:
             parts = [parts[i] for i, _ in self._placed_parts]
-        return jax_compat.put_parts(shape, parts, sharding)
+        # ``make_array_from_callback`` does the same with more checks in Python: 34 µs for two arrays on two devices where
+        # this takes 18, and ``device_put`` 78 (jax 0.10).
+        dtype = jax.dtypes.canonicalize_dtype(parts[0].dtype)
+        if dtype != parts[0].dtype:
+            parts = [part.astype(dtype) for part in parts]
+        aval, devices = _aval_and_devices(shape, dtype, sharding)
+        return jax_compat.put_on_devices(aval, sharding, parts, devices)
 
     def put_stacked(self, pytree: Any) -> Any:
         """Puts arrays [steps, rows of this process's replicas, ...] as arrays [steps, R, ...]."""
+        self.refuse_survivors(_PER_REPLICA)
         if self.peers is None:
             return jax.device_put(pytree, self.stacked)
         return jax.tree_util.tree_map(self._put_stacked_shared, pytree)
@@ -341,6 +379,13 @@ class Topology:
         """
         if self.peers is None:
             return self.put_by(value, layout or self.replicated)
+        if self.survivors is not None:
+            of_all = self.peers.gather("initial values", digest(value), "to compare initial values")
+            return (
+                self._leaders([value])[0]
+                if len(set(of_all)) > 1
+                else self.put_whole(jax_compat.copied(value))
+            )
         if layout is not None and not jax_compat.is_typed_key(value.dtype):
             of_all = self.peers.gather("variables in shards", digest(value), "to make variables in shards")
             if len(set(of_all)) == 1:
@@ -368,8 +413,7 @@ class Topology:
         )
         if any([name for name, _ in their] != list(names) for their in of_all):
             have = "\n".join(
-                f"  {task}: {', '.join(name for name, _ in their)}"
-                for task, their in zip(self.peers.names, of_all, strict=True)
+                f"  {task}: {', '.join(name for name, _ in their)}" for task, their in of_all.named()
             )
             raise InvalidArgumentError(
                 f"The workers have set different variables since the last program:\n{have}\n"
@@ -384,9 +428,23 @@ class Topology:
                 "values everywhere; for random values use the same seed.",
                 len(differ),
                 shown,
-                self.peers.names[0],
+                of_all.names[0],
             )
-        return [self.put_leaders(v) if i in differ else self.put_whole(v) for i, v in enumerate(values)]
+        leaders = dict(zip(differ, self._leaders([values[i] for i in differ]), strict=True))
+        return [leaders[i] if i in leaders else self.put_whole(v) for i, v in enumerate(values)]
+
+    def _leaders(self, values: Sequence[Any]) -> list[jax.Array]:
+        """Replicates the first process's values, of which at least one process has others."""
+        if self.survivors is None:
+            return [self.put_leaders(value) for value in values]
+        if not values:
+            return []
+        chiefs = iter(self.survivors.broadcast([_words(value) for value in values]))
+        # (Programs may be given the memory of the results, and not that of the survivors.)
+        return [
+            self.put_whole(jax_compat.on_words(lambda _: jax_compat.copied(next(chiefs)), value))
+            for value in values
+        ]
 
     @functools.cached_property
     def _take_first(self) -> Any:
@@ -432,6 +490,15 @@ class Topology:
             collective, in_specs=(spec,), out_specs=out_spec, axis_names=axes, check_vma=False
         )(value)
 
+    def refuse_survivors(self, what: str) -> None:
+        """Raises UnsupportedError if the topology is that of survivors.
+
+        Args:
+          what: A use of the strategy that they cannot repeat after a death, as the subject of a sentence.
+        """
+        if self.survivors is not None:
+            raise not_for_survivors(what)
+
     def compile(
         self,
         function: Callable[..., Any],
@@ -461,15 +528,27 @@ class Topology:
         if not self.devices:
             options.pop("out_shardings", None)
         compiled = jax.jit(function, **options)
-        if self.peers is None:
+        if self.peers is None or self.survivors is not None:
             return compiled
         return SharedProgram(compiled, name, self.peers, has_one_form=has_one_form, is_read=is_read)
 
 
+@functools.lru_cache(maxsize=1024)
+def _aval_and_devices(shape: tuple[int, ...], dtype: Any, sharding: Any) -> tuple[Any, list[Device]]:
+    """Returns the aval of an array, and the devices of this process that have parts of it, in the mesh's order."""
+    devices = [d for d in sharding.mesh.devices.flat if d.process_index == jax.process_index()]
+    return jax.typeof(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)), devices
+
+
 def digest(value: jax.Array | np.ndarray) -> str:
     """Returns a text that is equal for arrays with equal bytes."""
-    data = np.ascontiguousarray(np.asarray(value)).reshape(-1).view(np.uint8)
+    data = np.ascontiguousarray(_words(value)).reshape(-1).view(np.uint8)
     return hashlib.sha256(data.data).hexdigest()
+
+
+def _words(value: jax.Array | np.ndarray) -> np.ndarray:
+    """Returns an array on the host; of typed random keys their words."""
+    return np.asarray(jax.random.key_data(value) if jax_compat.is_typed_key(value.dtype) else value)
 
 
 def _unchanged(value: Any) -> Any:
@@ -478,168 +557,3 @@ def _unchanged(value: Any) -> Any:
 
 def _first_row(rows: Any) -> Any:
     return rows[0]
-
-
-def local_devices() -> list[Device]:
-    """Returns the devices of JAX's default backend in this process. Starts the backend if necessary."""
-    prepare_backend()
-    return list(jax.local_devices())
-
-
-def set_local_devices(num_devices: int) -> None:
-    """Makes ``num_devices`` virtual CPU devices in this process, to try a program on without accelerators.
-
-    Call it before anything else uses JAX: the devices cannot change once JAX's backend has started.
-
-    Args:
-      num_devices: At least 1.
-
-    Raises:
-      BackendStartedError: The backend has started with another number of CPU devices.
-      DeviceError: ``num_devices`` is not a positive int.
-    """
-    if not isinstance(num_devices, int) or isinstance(num_devices, bool) or num_devices < 1:
-        raise DeviceError(f"set_local_devices needs a number of devices, at least 1, got {num_devices!r}.")
-    if jax_compat.backend_started():
-        have = len(jax.local_devices(backend="cpu"))
-        if have == num_devices:
-            return
-        raise BackendStartedError(
-            f"set_local_devices({num_devices}): JAX's backend has already started with {have} CPU device(s), "
-            f"and its devices can no longer be chosen. Call replicax.config.set_local_devices({num_devices}) "
-            f"before anything uses JAX (before the first array, before the first strategy), or start Python "
-            f"with the environment variable JAX_NUM_CPU_DEVICES={num_devices}."
-        )
-    jax.config.update("jax_num_cpu_devices", num_devices)
-    prepare_backend()
-
-
-def cpu_pool_is_large() -> bool:
-    """True if XLA's CPU thread pool is large enough for queued collectives."""
-    value = os.environ.get("PJRT_NPROC", "")
-    return value.isdigit() and int(value) >= _CPU_POOL_THREADS
-
-
-def prepare_backend(num_processes_here: int = 1, *, is_task: bool = False) -> None:
-    """Unless the user has, configures the cache of compiled programs and limits XLA's CPU threads. Call it before JAX's
-    backend starts; the threads cannot change later.
-
-    Several devices in one process need threads for queued collectives. Processes with one device each share the cores,
-    and every thread beyond the number of cores waits for a time slice of another thread. With two workers on two cores
-    (jax 0.10), a step of a small network took 6 to 7 ms instead of 1.5 ms.
-
-    Args:
-      num_processes_here: The number of the cluster's processes on this host. Launchers may report more.
-      is_task: True if this process is a task of a cluster.
-    """
-    keep_programs(is_task=is_task)
-    if jax_compat.backend_started():
-        return
-    num_told = [int(text) for text in map(os.environ.get, _TASKS_ON_HOST) if text and text.isdigit()]
-    num_processes_here = max(num_processes_here, *num_told, 1)
-    if jax_compat.has_several_cpu_devices():
-        os.environ.setdefault("PJRT_NPROC", str(_CPU_POOL_THREADS))
-    elif num_processes_here > 1:
-        os.environ.setdefault("PJRT_NPROC", str(max(1, num_usable_cores() // num_processes_here)))
-
-
-def resolve_devices(
-    devices: Sequence[str | Device | LogicalDevice] | str | Device | LogicalDevice | int | None,
-) -> list[Device]:
-    """Returns the JAX devices with these names. A number takes this process's first devices, and None takes all.
-
-    Raises:
-      DeviceError: A device does not exist or repeats, or the list is empty.
-    """
-    if devices is None:
-        return local_devices()
-    if isinstance(devices, int) and not isinstance(devices, bool):
-        return _first_devices(devices)
-    if isinstance(devices, LogicalDevice):
-        devices = [devices.name]
-    if not isinstance(devices, (str, jax.Device, Iterable)):
-        raise DeviceError(
-            f"`devices` must be a list of names such as 'cpu:0' or of jax.Device, or a number of devices, got {devices!r}."
-        )
-    given: Any = [devices] if isinstance(devices, (str, jax.Device)) else devices
-    resolved = [resolve_device(device) for device in given]
-    if not resolved:
-        raise DeviceError(
-            "`devices` is empty. Name at least one device, or leave `devices` out to use all of this machine."
-        )
-    repeated = sorted({device_name(d) for d in resolved if resolved.count(d) > 1})
-    if repeated:
-        raise DeviceError(
-            f"No duplicates allowed in `devices` argument: {', '.join(repeated)} occurs more than once in "
-            f"{[str(d) for d in given]}. Each replica needs its own device. For several replicas on one CPU call "
-            "replicax.config.set_local_devices(n) first."
-        )
-    return resolved
-
-
-def _first_devices(num_devices: int) -> list[Device]:
-    found = local_devices()
-    if not 1 <= num_devices <= len(found):
-        raise DeviceError(
-            f"{num_devices!r} devices were requested, but this process has {len(found)}: "
-            f"{', '.join(map(device_name, found))}. Give a number from 1 to {len(found)}, or names of devices. For n "
-            "virtual CPU devices call "
-            "replicax.config.set_local_devices(n) at the start of the program."
-        )
-    return found[:num_devices]
-
-
-def resolve_device(device: Any) -> Device:
-    """Returns the JAX device for ``"cpu:0"``, ``"/gpu:1"``, ``"/device:GPU:0"``, TensorFlow's full name or a device."""
-    if isinstance(device, jax.Device):
-        return device
-    device = device.name if isinstance(device, LogicalDevice) else device
-    kind, index = _parsed(device)
-    prepare_backend()
-    try:
-        candidates = jax.local_devices(backend=kind)
-    except RuntimeError:
-        candidates = []
-    if index >= len(candidates):
-        raise DeviceError(_missing_device_text(device, kind, len(candidates)))
-    return candidates[index]
-
-
-def device_kind(device: Any) -> str | None:
-    """Returns "GPU" for the name ``"/gpu:1"``; None for an object of JAX.
-
-    Raises:
-      DeviceError: This is no name of a device.
-    """
-    if isinstance(device, jax.Device):
-        return None
-    return _parsed(device.name if isinstance(device, LogicalDevice) else device)[0].upper()
-
-
-def _parsed(name: Any) -> tuple[str, int]:
-    """Returns the platform in lower case, and the index."""
-    match = _DEVICE_NAME.match(name) if isinstance(name, str) else None
-    if match is None:
-        raise DeviceError(
-            f"{name!r} is not a device. Give a name such as 'cpu:0', '/gpu:1' or '/device:GPU:0', or a "
-            f"jax.Device."
-        )
-    return match["kind"].lower(), int(match["index"] or 0)
-
-
-def _missing_device_text(device: str, kind: str, num_found: int) -> str:
-    have = ", ".join(device_name(d) for d in jax.local_devices()) or "none"
-    text = f"Device {device!r} does not exist: this process has {num_found} {kind} device(s). It has: {have}."
-    if kind == "cpu":
-        text += " Call replicax.config.set_local_devices(n) at the start of the program for n virtual ones."
-    elif not num_found and kind in _INSTALL:
-        text += (
-            f" If the machine has one, install JAX for it: {_INSTALL[kind]}. Without one, try the program on n "
-            "virtual CPU devices: replicax.config.set_local_devices(n)."
-        )
-    return text
-
-
-def device_name(device: Device) -> str:
-    """Returns the short name of a device, such as ``cpu:0``."""
-    return f"{device.platform}:{device.id}"

@@ -18,6 +18,13 @@ def page(title: str, *parts: str) -> str:
     return f"<div><b>{escape(title)}</b>{''.join(parts)}</div>"
 
 
+def page_of_table(
+    title: str, about: Mapping[str, object], head: Sequence[str], rows: Sequence[Sequence[object]]
+) -> str:
+    """Returns a page of ``facts``, and a table if it has rows."""
+    return page(title, facts(about), table(head, rows) if rows else "")
+
+
 def facts(of: Mapping[str, object]) -> str:
     """Returns a line for each name and its value. None values are left out."""
     rows = "".join(

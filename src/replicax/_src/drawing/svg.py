@@ -107,13 +107,13 @@ class ArrayRow:
     Attributes:
       pieces: The number of pieces along each dim. A device has one piece.
       device_bytes: The bytes of it on one device.
-      told: The text after its bar.
+      note: The text after its bar.
     """
 
     name: str
     pieces: Sequence[int]
     device_bytes: int
-    told: str
+    note: str
 
     @property
     def is_cut(self) -> bool:
@@ -131,13 +131,13 @@ def array_rows(rows: Sequence[ArrayRow], left: float, top: float) -> Iterator[st
         yield mono(left, at + 15, shortened(row.name))
         yield from _cut(row.pieces, cuts, at + 3, color)
         yield rect(bars, at + 3, length, _CUT_HEIGHT, color, name="bar")
-        yield mono(bars + length + 6, at + 15, row.told, fill_opacity=".75")
+        yield mono(bars + length + 6, at + 15, row.note, fill_opacity=".75")
 
 
 def size_of_rows(rows: Sequence[ArrayRow], left: float) -> tuple[float, float]:
     """Returns the width and height of ``array_rows``."""
     _, bars = _columns(rows, left)
-    longest = max((len(row.told) for row in rows), default=0)
+    longest = max((len(row.note) for row in rows), default=0)
     return bars + _BAR + 6 + CHAR * longest + left, _ROW * len(rows)
 
 

@@ -17,13 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from replicax._src import context, jax_compat
-from replicax._src.checkpoint.arrays import ArrayLeaf, Held, HostParts, Source
+from replicax._src.checkpoint.array_leaves import ArrayLeaf, Held, HostParts, ValueReader
 from replicax._src.checkpoint.tracked import Leaf, Parts, escaped
-from replicax._src.errors import DivergenceError
-from replicax._src.framework import Framework, Modules, Tracking, use
+from replicax._src.jax_internals import jax_compat
+from replicax._src.scope import context
 from replicax._src.tracing.capture import current_capture
-from replicax._src.values import DistributedValues, PerReplica, local_views
+from replicax._src.values.distributed import DistributedValues, PerReplica, local_views
+from replicax._src.values.framework import Framework, Modules, Tracking, use
+from replicax._src.vocabulary.errors import DivergenceError
 
 
 @jax.tree_util.register_static
@@ -355,7 +356,7 @@ class _SavedVariable(ArrayLeaf):
     def held(self) -> Held:
         return Held(self._array)
 
-    def fetch(self, source: Source) -> HostParts:
+    def fetch(self, source: ValueReader) -> HostParts:
         return HostParts.like(self._array, source.read)
 
     def give(self, fetched: HostParts) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from replicax._src.extras import missing_extra
+from replicax._src.packaging.extras import missing_extra
 from replicax._src.tracing.capture import current_capture
 
 

@@ -8,8 +8,8 @@ from typing import Any, Final
 import jax
 import numpy as np
 
-from replicax._src.errors import InvalidArgumentError, ReplicaxError
-from replicax._src.lowering import memory
+from replicax._src.devices import memory
+from replicax._src.vocabulary.errors import InvalidArgumentError, ReplicaxError
 
 _NOT_NUMBERS: Final = "OUSMm"
 _TO_NUMBERS: Final = (

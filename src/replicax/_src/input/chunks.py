@@ -8,8 +8,8 @@ from typing import Any, final
 import jax
 import numpy as np
 
+from replicax._src.devices import memory
 from replicax._src.input.arrays import batch_of_rows
-from replicax._src.lowering import memory
 
 Functions = tuple[Callable[..., Any], ...]
 
@@ -25,28 +25,28 @@ class ArrayRows:
       arrays: The arrays ``[n, ...]``, which are the leaves of a pytree.
       tree: The structure of the pytree.
       numbers: The row numbers.
-      of_rows: The functions to call with each row, in order.
-      of_batches: The functions to call with the batch.
+      row_functions: The functions to call with each row, in order.
+      batch_functions: The functions to call with the batch.
     """
 
-    __slots__ = ("arrays", "numbers", "of_batches", "of_rows", "tree")
+    __slots__ = ("arrays", "batch_functions", "numbers", "row_functions", "tree")
 
     def __init__(
         self,
         arrays: Sequence[Any],
         tree: Any,
         numbers: range | np.ndarray,
-        of_rows: Functions = (),
-        of_batches: Functions = (),
+        row_functions: Functions = (),
+        batch_functions: Functions = (),
     ):
         self.arrays, self.tree, self.numbers = arrays, tree, numbers
-        self.of_rows, self.of_batches = of_rows, of_batches
+        self.row_functions, self.batch_functions = row_functions, batch_functions
 
     @classmethod
-    def all_of(cls, pytree: Any, of_rows: Functions = ()) -> ArrayRows:
+    def all_of(cls, pytree: Any, row_functions: Functions = ()) -> ArrayRows:
         """Returns all rows of a pytree of arrays."""
         arrays, tree = jax.tree.flatten(pytree)
-        return cls(arrays, tree, range(len(arrays[0])), of_rows)
+        return cls(arrays, tree, range(len(arrays[0])), row_functions)
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -60,28 +60,30 @@ class ArrayRows:
             numbers = numbers.start + numbers.step * places  # NumPy would read a range one by one
         else:
             numbers = numbers[places]
-        return ArrayRows(self.arrays, self.tree, numbers, self.of_rows)
+        return ArrayRows(self.arrays, self.tree, numbers, self.row_functions)
 
     def mapped(self, function: Callable[..., Any]) -> ArrayRows:
         """Returns the batch of these rows with one more function to call."""
-        return ArrayRows(self.arrays, self.tree, self.numbers, self.of_rows, (*self.of_batches, function))
+        return ArrayRows(
+            self.arrays, self.tree, self.numbers, self.row_functions, (*self.batch_functions, function)
+        )
 
     def rows(self) -> Iterator[Any]:
         """Yields the rows one by one."""
         for number in self.numbers:
-            yield _called(self.of_rows, self.tree.unflatten([array[number] for array in self.arrays]))
+            yield _called(self.row_functions, self.tree.unflatten([array[number] for array in self.arrays]))
 
     def batch(self) -> Any:
         """Returns all rows as one batch: views for adjacent rows, otherwise copies."""
         numbers = self.numbers
-        if self.of_rows:
+        if self.row_functions:
             batch = batch_of_rows(list(self.rows()))
         elif isinstance(numbers, range):
             rows = slice(numbers.start, numbers.stop, numbers.step)
             batch = self.tree.unflatten([array[rows] for array in self.arrays])
         else:
             batch = self.tree.unflatten([memory.take(array, numbers) for array in self.arrays])
-        return _called(self.of_batches, batch)
+        return _called(self.batch_functions, batch)
 
 
 Chunk = list[Any] | ArrayRows
@@ -98,7 +100,7 @@ def elements_of(chunk: Chunk) -> list[Any]:
 def mapped(chunk: Chunk, function: Callable[..., Any]) -> Chunk:
     """Returns a chunk of mapped elements. For arrays the function is called when the elements are read."""
     if isinstance(chunk, ArrayRows):
-        return ArrayRows(chunk.arrays, chunk.tree, chunk.numbers, (*chunk.of_rows, function))
+        return ArrayRows(chunk.arrays, chunk.tree, chunk.numbers, (*chunk.row_functions, function))
     return [
         element.mapped(function) if type(element) is ArrayRows else call_with(function, element)
         for element in chunk
@@ -109,7 +111,7 @@ def chosen(chunk: Chunk, predicate: Callable[..., Any]) -> Chunk:
     """Returns the elements for which the predicate is true. Calls the functions of maps once for all of them."""
     elements = elements_of(chunk)
     places = [place for place, element in enumerate(elements) if call_with(predicate, element)]
-    if isinstance(chunk, ArrayRows) and not chunk.of_rows:
+    if isinstance(chunk, ArrayRows) and not chunk.row_functions:
         return chunk[np.asarray(places, np.intp)]
     return [elements[place] for place in places]
 
@@ -127,12 +129,14 @@ def join(chunks: Sequence[Chunk]) -> Chunk:
     rows = [chunk for chunk in filled if isinstance(chunk, ArrayRows)]
     if not rows:
         return [element for chunk in filled for element in chunk]  # type: ignore[union-attr]
-    first, of_rows = rows[0], rows[0].of_rows
+    first, row_functions = rows[0], rows[0].row_functions
     if all(chunk.arrays is first.arrays for chunk in rows):
         numbers = np.concatenate([chunk.numbers for chunk in rows])
-        return ArrayRows(first.arrays, first.tree, numbers, of_rows)
+        return ArrayRows(first.arrays, first.tree, numbers, row_functions)
     batches = [ArrayRows(chunk.arrays, chunk.tree, chunk.numbers).batch() for chunk in rows]
-    return ArrayRows.all_of(jax.tree.map(lambda *columns: memory.concatenate(columns), *batches), of_rows)
+    return ArrayRows.all_of(
+        jax.tree.map(lambda *columns: memory.concatenate(columns), *batches), row_functions
+    )
 
 
 def read_pieces(num_rows: int, read: Callable[[int], Chunk | None]) -> Chunk:

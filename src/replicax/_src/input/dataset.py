@@ -8,17 +8,17 @@ from typing import Any, Final
 
 import jax
 
-from replicax._src import context
+from replicax._src.cluster.counters import counters
+from replicax._src.cluster.loop_progress import PASS, LoopProgress
 from replicax._src.drawing import html
-from replicax._src.errors import InvalidArgumentError, ReplicaxError
-from replicax._src.input.agreed import agreed
+from replicax._src.input.agreed_steps import agreed
+from replicax._src.input.element_specs import INFINITE, Cardinality
 from replicax._src.input.elements import OF_WORKERS, NotResumableError, Pass
 from replicax._src.input.reading import Placer, Reader, StackedSteps
 from replicax._src.input.sources import Source
-from replicax._src.input.specs import INFINITE, Cardinality
-from replicax._src.status.counters import counters
-from replicax._src.status.progress import PASS, LoopProgress
+from replicax._src.scope import context
 from replicax._src.tracing.capture import current_capture
+from replicax._src.vocabulary.errors import InvalidArgumentError, ReplicaxError
 
 # For small steps, waking a thread for each one costs more than reading it (35 µs and 115 µs in a loop of 1 ms steps).
 # So the thread reads several at a time.
@@ -135,8 +135,10 @@ class DistributedDataset:
 
     def start(self) -> Pass:
         """Starts a pass through its steps. All processes must start it, and it ends for all at the same step."""
-        elements, peers = self._source.iterate(), self._placer.topology.peers
-        return elements if peers is None else agreed(self._source, elements, peers)
+        elements, topology = self._source.iterate(), self._placer.topology
+        if topology.peers is None or topology.survivors is not None:  # survivors all read whole batches
+            return elements
+        return agreed(self._source, elements, topology.peers)
 
     def begin_pass(self) -> LoopProgress:
         """Notes for the status that a loop begins a pass. The loop updates the position that this returns."""

@@ -1,7 +1,7 @@
 """Elements: a dataset of any kind, read as pytrees of NumPy and JAX arrays.
 
-An opener returns the known facts of a dataset and a way to start an iterator. All resumable iterators have grain's
-protocol: ``get_state`` and ``set_state``.
+``description.py`` has what is known before a dataset is opened. All resumable iterators have grain's protocol:
+``get_state`` and ``set_state``.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from typing import Any, Final, final
 
 import jax
 
-from replicax._src.devices.autoshard import AutoShardPolicy
-from replicax._src.errors import InvalidArgumentError, ReplicaxError
 from replicax._src.input.arrays import UnsupportedElementError, as_array, converted
-from replicax._src.input.specs import Cardinality, spec_of
+from replicax._src.input.element_specs import Cardinality, spec_of
+from replicax._src.vocabulary.errors import InvalidArgumentError, ReplicaxError
 
 
 class UnsupportedSourceError(ReplicaxError, TypeError):
@@ -74,7 +73,7 @@ class Pass(abc.ABC):
 @final
 @dataclass(frozen=True, eq=False)
 class Elements:
-    """The elements of one dataset, as pytrees of NumPy and JAX arrays, and the known facts of the dataset.
+    """The elements of one open dataset, as pytrees of NumPy and JAX arrays.
 
     Attributes:
       description: The display text, such as ``"a grain.MapDataset"``.
@@ -83,19 +82,13 @@ class Elements:
       count: Returns the number of elements, INFINITE, or None if it is not known in advance.
       is_count_promised: True if iterators may yield another number of elements, which is an error.
       declared_spec: Returns the pytree of ArraySpecs that the dataset itself declares, or None.
-      look: Returns an iterator for reading the first element only; None means ``start``.
+      peek: Returns an iterator for reading the first element only; None means ``start``.
       fingerprint: Returns JSON that tells the dataset from others.
       not_resumable: The reason why it cannot resume from a position, and an alternative.
       are_arrays: True if the elements are already pytrees of arrays.
-      is_batched: False if the elements are known to be rows, not batches.
       batch_size: The number of rows of an element, if known. The last element may have fewer.
       row_bytes: The size of one row if all rows are in memory, so that a read costs no more than a copy.
-      has_order_of_its_own: True if it is certain that other processes read another order.
       is_immutable: True if the arrays of a yielded element never change. Otherwise they are copied.
-      policy: The dataset's own autoshard policy.
-      count_files: Returns the number of files that it reads, or None if it cannot be sharded by file.
-      of_files: ``(num_shards, index) -> Elements`` of the files ``index, index + num_shards, ...``.
-      of_hint: ``(num_shards, index) -> Elements`` with its SHARD_HINTs replaced; None if it has none.
       merge: Returns one position of its iterator from those of another number of workers; see ``files/share.merged``.
     """
 
@@ -104,19 +97,13 @@ class Elements:
     count: Callable[[], Cardinality | None] = lambda: None
     is_count_promised: bool = False
     declared_spec: Callable[[], Any] = lambda: None
-    look: Callable[[], Iterator[Any]] | None = None
+    peek: Callable[[], Iterator[Any]] | None = None
     fingerprint: Callable[[], Mapping[str, Any]] = dict
     not_resumable: str | None = None
     are_arrays: bool = False
-    is_batched: bool = True
     batch_size: int | None = None
     row_bytes: int | None = None
-    has_order_of_its_own: bool = False
     is_immutable: bool = False
-    policy: AutoShardPolicy | None = None
-    count_files: Callable[[], int | None] = lambda: None
-    of_files: Callable[[int, int], Elements] | None = None
-    of_hint: Callable[[int, int], Elements] | None = None
     merge: Callable[[Sequence[Mapping[str, Any]]], Any] | None = None
 
     @property
@@ -138,7 +125,7 @@ class Elements:
         Raises:
           EmptyDatasetError: The dataset has no elements.
         """
-        element = next((self.look or self.start)(), END)
+        element = next((self.peek or self.start)(), END)
         if element is END:
             raise EmptyDatasetError("The dataset has no elements, so their structure is unknown.")
         return as_arrays(element)
@@ -206,7 +193,7 @@ class _ElementsPass(Pass):
     def _merged(self, workers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Returns one state, from the workers' ``now``, and ``batch`` and ``rows`` of a batch that is in use."""
         if self._merge is None:
-            raise of_other_workers(len(workers))
+            raise saved_by_other_workers(len(workers))
         for worker in workers:
             _check_same_dataset(worker["now"], self._fingerprint)
         iterators = [
@@ -220,7 +207,7 @@ OF_WORKERS: Final = "of_workers"
 """The key of the states of all workers, in the state for another number of workers."""
 
 
-def of_other_workers(num_workers: int) -> NotResumableError:
+def saved_by_other_workers(num_workers: int) -> NotResumableError:
     """Returns the error for the states of another number of workers."""
     return NotResumableError(
         f"{num_workers} workers have saved a position each of a dataset of which each read a part, and now there is "
@@ -295,7 +282,7 @@ class OneShotIterator:
         self._is_spent = False
 
     def start(self) -> Iterator[Any]:
-        """Yields the elements, including an element that ``look`` has read."""
+        """Yields the elements, including an element that ``peek`` has read."""
         if self._is_spent:
             raise OneShotSourceError(
                 "This dataset is an iterator (a generator, or an object with __next__), and it has been iterated, so "
@@ -305,7 +292,7 @@ class OneShotIterator:
         self._is_spent = True
         return self._elements()
 
-    def look(self) -> Iterator[Any]:
+    def peek(self) -> Iterator[Any]:
         """Yields the first element."""
         if not self._looked_at:
             if self._is_spent:

@@ -15,7 +15,6 @@ import jax
 import numpy as np
 
 from replicax._src.devices.autoshard import check_shard
-from replicax._src.errors import InvalidArgumentError
 from replicax._src.input.arrays import (
     UnsupportedElementError,
     as_array,
@@ -24,10 +23,10 @@ from replicax._src.input.arrays import (
     describe_shapes,
 )
 from replicax._src.input.chunks import ArrayRows, Chunk, elements_of
+from replicax._src.input.element_specs import INFINITE, ArraySpec, Cardinality
 from replicax._src.input.elements import NotResumableError, Pass
 from replicax._src.input.files.paths import shorten
-from replicax._src.input.specs import INFINITE, ArraySpec, Cardinality
-from replicax._src.input.steps import (
+from replicax._src.input.stream_operations import (
     Batch,
     Cursor,
     Filter,
@@ -35,14 +34,15 @@ from replicax._src.input.steps import (
     Opener,
     Path,
     Repeat,
-    Shard,
+    RowOperation,
     Shuffle,
-    Step,
     Take,
-    told_of,
+    TakeShard,
+    description_of,
 )
-from replicax._src.migrate import missing_names
-from replicax._src.options import whole_number
+from replicax._src.user.listening import listener
+from replicax._src.vocabulary.errors import InvalidArgumentError
+from replicax._src.vocabulary.options import whole_number
 
 SHARD_HINT: Final = -1
 """Given to ``Dataset.shard``: the policy HINT says how many shards there are, and which is whose."""
@@ -62,7 +62,7 @@ class RowSource:
       has_arrays: True if rows are numbers and arrays; False if they are text or bytes.
       row_bytes: The size of one row if all of them are in memory; otherwise None.
       files: The paths of its files, in order; empty for arrays.
-      of_files: Returns the same source over other files; None for arrays.
+      with_files: Returns the same source over other files; None for arrays.
     """
 
     description: str
@@ -73,7 +73,7 @@ class RowSource:
     has_arrays: bool = True
     row_bytes: int | None = None
     files: tuple[str, ...] = ()
-    of_files: Callable[[tuple[str, ...]], RowSource] | None = None
+    with_files: Callable[[tuple[str, ...]], RowSource] | None = None
 
     def __str__(self) -> str:
         return f"{self.description}: {shorten(self.files)}" if self.files else self.description
@@ -104,7 +104,7 @@ def _no_such_attribute(cls: type, name: str) -> AttributeError:
     text = f"{cls.__name__} has no attribute {name!r}."
     if name.startswith("_"):  # Python and tools look for these
         return AttributeError(text, name=name, obj=cls)
-    advice = missing_names.of_object(cls, name, "dataset")
+    advice = listener().missing_attribute(cls, name, "dataset")
     text = text if advice is None else f"{text} {advice}"
     return AttributeError(
         f"{text} Datasets of replicax have batch, filter, map, prefetch, repeat, shard, shuffle and take. A strategy "
@@ -122,7 +122,9 @@ class Dataset(metaclass=_NamesOfDataset):
     batch can span two epochs; with ``batch(n).repeat()`` each epoch ends with its partial batch.
     """
 
-    def __init__(self, source: RowSource, steps: Sequence[Step] = (), passes: PassCounter | None = None):
+    def __init__(
+        self, source: RowSource, steps: Sequence[RowOperation] = (), passes: PassCounter | None = None
+    ):
         """Private. Use ``from_arrays``, ``from_parquet`` and similar functions."""
         self.source, self.steps, self.passes = source, tuple(steps), passes or PassCounter()
 
@@ -233,8 +235,8 @@ class Dataset(metaclass=_NamesOfDataset):
           InvalidArgumentError: ``index`` is not less than ``num_shards``, or negative.
         """
         if num_shards == index == SHARD_HINT:
-            return self._with(Shard(None, None))
-        return self._with(Shard(*check_shard(num_shards, index)))
+            return self._with(TakeShard(None, None))
+        return self._with(TakeShard(*check_shard(num_shards, index)))
 
     def batch(self, batch_size: int, drop_remainder: bool = False) -> Self:
         """Joins every ``batch_size`` rows into one element, also across files.
@@ -270,7 +272,7 @@ class Dataset(metaclass=_NamesOfDataset):
         return True  # a dataset is true for every len(), also if that raises
 
     def __repr__(self) -> str:
-        steps = "".join(f".{told_of(step)}" for step in self.steps)
+        steps = "".join(f".{description_of(step)}" for step in self.steps)
         return f"<{type(self).__name__} of {self.source}>{steps}"
 
     # --- for distributed datasets ---------------------------------------------------------------------
@@ -282,7 +284,7 @@ class Dataset(metaclass=_NamesOfDataset):
             opener = functools.partial(step.open, opener)
         return opener(path)
 
-    def has(self, *kinds: type[Step]) -> bool:
+    def has(self, *kinds: type[RowOperation]) -> bool:
         """True if one of its steps has one of these types."""
         return any(isinstance(step, kinds) for step in self.steps)
 
@@ -310,24 +312,24 @@ class Dataset(metaclass=_NamesOfDataset):
     @property
     def has_hint(self) -> bool:
         """True if it has a ``shard(SHARD_HINT, SHARD_HINT)``."""
-        return any(isinstance(step, Shard) and step.index is None for step in self.steps)
+        return any(isinstance(step, TakeShard) and step.index is None for step in self.steps)
 
     def with_hint(self, num_shards: int, index: int) -> Self:
         """Returns the dataset with ``shard(num_shards, index)`` for each ``shard(SHARD_HINT, SHARD_HINT)``."""
-        given = Shard(num_shards, index)
-        steps = [given if isinstance(step, Shard) and step.index is None else step for step in self.steps]
+        given = TakeShard(num_shards, index)
+        steps = [given if isinstance(step, TakeShard) and step.index is None else step for step in self.steps]
         return type(self)(self.source, steps, self.passes)
 
     @functools.cached_property
     def fingerprint(self) -> dict[str, Any]:
         """Returns JSON that tells the dataset from those with other rows or steps."""
-        return {"steps": [told_of(step) for step in self.steps], **self.source.fingerprint()}
+        return {"steps": [description_of(step) for step in self.steps], **self.source.fingerprint()}
 
     def first(self) -> Iterator[Any]:
         """Yields the first element, if there is one, without using an order of its shuffles."""
         return iter(elements_of(self.open((self.passes.num_begun,)).read(1)))
 
-    def _with(self, *steps: Step) -> Self:
+    def _with(self, *steps: RowOperation) -> Self:
         return type(self)(self.source, (*self.steps, *steps))
 
     def _shuffled(self, buffer_size: int | None, seed: int | None, reshuffle: bool) -> Self:
@@ -397,7 +399,7 @@ class DatasetIterator(Pass):
         return self._cursor
 
 
-def with_seeds(steps: Sequence[Step], seeds: Sequence[int]) -> tuple[Step, ...]:
+def with_seeds(steps: Sequence[RowOperation], seeds: Sequence[int]) -> tuple[RowOperation, ...]:
     """Returns the steps with the seeds of a position."""
     num_shuffles = sum(isinstance(step, Shuffle) for step in steps)
     if len(seeds) != num_shuffles:

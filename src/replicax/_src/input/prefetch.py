@@ -10,6 +10,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Final, final
 
+from replicax._src.cluster.turns import turns
+
 log = logging.getLogger("replicax")
 
 _CLOSE_TIMEOUT_S: Final = 5.0
@@ -61,7 +63,7 @@ class Prefetcher:
     def __next__(self) -> Any:
         if self._is_over:
             raise StopIteration
-        item = self._shared.ready.get()
+        item = self._take()
         if item is _END:
             self._is_over = True
             raise StopIteration
@@ -70,6 +72,13 @@ class Prefetcher:
         if type(item) is _Failure:
             raise item.error
         return item
+
+    def _take(self) -> Any:
+        """Waits for the next item. The thread that makes it may need an agreement of all processes."""
+        for turn_s in turns():
+            with contextlib.suppress(queue.Empty):
+                return self._shared.ready.get(timeout=turn_s)
+        raise AssertionError("a wait without a limit has ended")
 
     @property
     def is_ready(self) -> bool:

@@ -15,12 +15,12 @@ from typing import Any, Protocol
 
 import jax
 
-from replicax._src import jax_compat
-from replicax._src.input.agreed import AgreedPass
+from replicax._src.cluster.counters import counters
+from replicax._src.input.agreed_steps import AgreedPass
 from replicax._src.input.elements import NotResumableError, Pass
 from replicax._src.input.prefetch import Prefetcher
 from replicax._src.input.sources import num_rows
-from replicax._src.status.counters import counters
+from replicax._src.jax_internals import jax_compat
 
 
 class Placer(Protocol):

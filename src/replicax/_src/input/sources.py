@@ -1,6 +1,6 @@
 """Sources of steps from a dataset. A step is rows of a global batch, or one element for each replica.
 
-Nothing is placed on devices here, and ``opening.py`` opens all datasets.
+Nothing is placed on devices here, and ``opening.py`` describes all datasets.
 """
 
 from __future__ import annotations
@@ -9,26 +9,30 @@ import abc
 import collections
 import contextlib
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from replicax._src.devices import memory
 from replicax._src.devices.autoshard import (
     AutoShardPolicy,
-    Rows,
+    BatchRows,
     ShardingDecision,
     WorkerShare,
     choose_policy,
     rows_of_global_batch,
     rows_of_own_batch,
 )
-from replicax._src.devices.split import split_sizes
-from replicax._src.errors import InvalidArgumentError
+from replicax._src.devices.split import split_offsets, split_sizes
 from replicax._src.input.arrays import common_num_rows, describe_shapes
+from replicax._src.input.description import DatasetPart, Description
+from replicax._src.input.element_specs import INFINITE, Cardinality, PerReplicaSpec, is_static, spec_of
 from replicax._src.input.elements import (
     END,
     OF_WORKERS,
@@ -37,11 +41,11 @@ from replicax._src.input.elements import (
     NotResumableError,
     Pass,
     element_spec,
-    of_other_workers,
+    saved_by_other_workers,
 )
-from replicax._src.input.opening import open_elements
-from replicax._src.input.specs import INFINITE, Cardinality, PerReplicaSpec, is_static, spec_of
-from replicax._src.lowering import memory
+from replicax._src.input.opening import describe, open_elements
+from replicax._src.values.distributed import PerReplica, per_replica_stack
+from replicax._src.vocabulary.errors import InvalidArgumentError
 
 log = logging.getLogger("replicax")
 
@@ -59,6 +63,27 @@ def unbatched(num_replicas: int, element: Any = None) -> UnbatchedDatasetError:
         f"{num_replicas} replicas. Each element must consist of arrays [global_batch, ...], not of "
         f"numbers (and a Python list is a pytree of numbers: use np.asarray).{got}"
     )
+
+
+def cut_rows(batch: Any, num_replicas: int) -> Any:
+    """Splits a pytree of arrays [rows, ...] of a trace into the rows of each replica.
+
+    Raises:
+      UnbatchedDatasetError: An array has no rows.
+    """
+    arrays, tree = jax.tree_util.tree_flatten(batch)
+    if not all(array.shape for array in arrays):
+        raise unbatched(num_replicas, batch)
+    if arrays:
+        common_num_rows(batch)
+
+    def cut(array: Any) -> PerReplica:
+        offsets = split_offsets(array.shape[0], num_replicas)
+        if array.shape[0] % num_replicas == 0:
+            return PerReplica(array.reshape(num_replicas, offsets[1], *array.shape[1:]), num_replicas)
+        return per_replica_stack([array[start:stop] for start, stop in itertools.pairwise(offsets)])
+
+    return jax.tree_util.tree_unflatten(tree, [cut(jnp.asarray(array)) for array in arrays])
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +152,7 @@ def open_source(
     """Opens a dataset of global batches.
 
     Args:
-      dataset: A value that ``open_elements`` accepts. Each element is a pytree of arrays ``[global_batch, ...]``.
+      dataset: A value that ``describe`` accepts. Each element is a pytree of arrays ``[global_batch, ...]``.
       num_replicas: R, the number of replicas, if there is one worker.
       share: The position of this worker, if there are several.
       policy: How workers share the dataset. None uses the dataset's own policy, or AUTO.
@@ -138,34 +163,39 @@ def open_source(
       NotEnoughFilesError: The policy is FILE, and there are fewer files than workers.
     """
     share = share or WorkerShare(num_replicas=num_replicas)
-    elements = open_elements(dataset)
-    if not elements.is_batched:
+    description = describe(dataset)
+    if not description.is_batched:
         raise unbatched(share.num_replicas)
-    wanted = policy or elements.policy or AutoShardPolicy.AUTO
-    num_files = elements.count_files() if share.num_workers > 1 else None  # the count may be slow
-    decision = choose_policy(
-        wanted, share, num_files, has_hint=elements.of_hint is not None, source=elements.description
-    )
+    wanted = policy or description.policy or AutoShardPolicy.AUTO
+    num_files = description.count_files() if share.num_workers > 1 else None  # the count may be slow
+    decision = choose_policy(wanted, share, num_files, has_hint=description.has_hint, source=description.text)
     log.info(
         "Input: %s, worker %d of %d, policy %s: %s.",
-        elements.description,
+        description.text,
         share.worker_index,
         share.num_workers,
         decision.policy.name,
         decision.reason,
     )
     if decision.is_fallback:
-        _warn_of_fallback(elements.description, decision.reason)
-    if decision.policy is AutoShardPolicy.DATA and share.num_workers > 1 and elements.has_order_of_its_own:
-        _warn_of_orders(elements.description, share.num_workers)
-    if decision.policy is AutoShardPolicy.FILE and share.num_workers > 1:
-        assert elements.of_files is not None
-        elements = elements.of_files(share.num_workers, share.worker_index)
-    elif elements.of_hint is not None:
-        is_meant = decision.policy is AutoShardPolicy.HINT
-        num_shards = share.num_workers if is_meant else 1
-        elements = elements.of_hint(num_shards, share.worker_index if is_meant else 0)
-    return GlobalBatches(elements, share, decision)
+        _warn_of_fallback(description.text, decision.reason)
+    if decision.policy is AutoShardPolicy.DATA and share.num_workers > 1 and description.has_order_of_its_own:
+        _warn_of_orders(description.text, share.num_workers)
+    return GlobalBatches(_opened(description, share, decision.policy), share, decision)
+
+
+def _opened(description: Description, share: WorkerShare, policy: AutoShardPolicy) -> Elements:
+    """Opens what this worker reads of a dataset."""
+    num_workers, index = share.num_workers, share.worker_index
+    is_by_file = policy is AutoShardPolicy.FILE and num_workers > 1
+    if not (is_by_file or description.has_hint):
+        return description.open_all()
+    assert description.open_part is not None
+    if is_by_file:
+        return description.open_part(DatasetPart(AutoShardPolicy.FILE, num_workers, index))
+    if policy is not AutoShardPolicy.HINT:  # the hints then mean all of it
+        num_workers, index = 1, 0
+    return description.open_part(DatasetPart(AutoShardPolicy.HINT, num_workers, index))
 
 
 @functools.cache
@@ -205,6 +235,11 @@ class GlobalBatches(Source):
         return self._share.num_replicas
 
     @property
+    def policy(self) -> AutoShardPolicy:
+        """The policy by which the workers share the dataset. A single worker may have AUTO."""
+        return self._decision.policy
+
+    @property
     def cardinality(self) -> Cardinality | None:
         count = self._elements.cardinality
         return count if self.is_shared or count in (0, INFINITE) else None
@@ -227,7 +262,7 @@ class GlobalBatches(Source):
         specs = element_spec(self._elements)
         if any(not spec.shape for spec in jax.tree.leaves(specs)):
             raise unbatched(self.num_replicas)
-        return jax.tree.map(lambda spec: PerReplicaSpec.of_batch(spec, self.num_replicas), specs)
+        return jax.tree.map(lambda spec: PerReplicaSpec.from_batch(spec, self.num_replicas), specs)
 
     @property
     def cheap_step_bytes(self) -> int | None:
@@ -307,7 +342,7 @@ class _OwnBatches(Pass):
         for rows in rows_of_own_batch(batch.num_rows, self._share):
             if rows.stop > num_taken:
                 if rows.start < num_taken:  # the workers had other replicas
-                    rows = Rows(num_taken, split_sizes(rows.stop - num_taken, len(rows.sizes)))
+                    rows = BatchRows(num_taken, split_sizes(rows.stop - num_taken, len(rows.sizes)))
                 self._steps.append(batch.cut(rows, self._is_immutable))
 
     def get_state(self) -> Any:
@@ -347,7 +382,7 @@ class _Batch:
         if not shapes or any(shape[0] != self.num_rows for shape in shapes):
             common_num_rows(element)  # raises the error
 
-    def cut(self, rows: Rows, is_immutable: bool, all_sizes: tuple[int, ...] | None = None) -> LocalRows:
+    def cut(self, rows: BatchRows, is_immutable: bool, all_sizes: tuple[int, ...] | None = None) -> LocalRows:
         """Returns some of its rows."""
         arrays = self._arrays
         if rows.start != 0 or rows.stop != self.num_rows:
@@ -420,7 +455,7 @@ class PerReplicaPulls(Source):
 
     def element_spec(self) -> Any:
         return jax.tree.map(
-            lambda spec: PerReplicaSpec.of_replica(spec, self.num_replicas), self._replica_spec()
+            lambda spec: PerReplicaSpec.from_replica(spec, self.num_replicas), self._replica_spec()
         )
 
     @property
@@ -499,7 +534,7 @@ class _Pulls(Pass):
 
     def set_state(self, state: Any) -> None:
         if isinstance(state, dict) and OF_WORKERS in state:
-            raise of_other_workers(len(state[OF_WORKERS]))
+            raise saved_by_other_workers(len(state[OF_WORKERS]))
         if not isinstance(state, list) or len(state) != len(self._passes):
             raise NotResumableError(
                 f"The state is not of this dataset, which consists of {len(self._passes)} datasets; got {state!r}."

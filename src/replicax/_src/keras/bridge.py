@@ -3,9 +3,10 @@ exist.
 
 For ``keras.Variable``, ``keras.optimizers.Optimizer`` and ``keras.Model``, a class of replicax is put first among the
 bases and overrides their methods. Where Keras defines a method in the class itself or in each subclass, the method is
-replaced (``_REPLACED`` and ``Metric.result``). Nothing changes before the first scope is entered or ``run`` is called
-(``framework.py``). After that the changes stay, because ``fit`` runs after the ``with`` block of its scope has ended.
-Outside of scopes and of functions that replicax traces, Keras behaves as before.
+replaced (``_REPLACED`` and ``Metric.result``). Nothing changes before the first scope is entered, ``run`` is called or
+a function is decorated with ``rx.function`` (``framework.py``). After that the changes stay, because ``fit`` runs after
+the ``with`` block of its scope has ended. Outside of scopes and of functions that replicax traces, Keras behaves as
+before.
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ from typing import Any, Final
 
 import keras
 
-from replicax._src import context, jax_compat
-from replicax._src.framework import Framework, stop_using, use
-from replicax._src.keras import capture as keras_capture
+from replicax._src.jax_internals import jax_compat
 from replicax._src.keras import checkpointing, internals, losses, metric_results, models, planned_steps
+from replicax._src.keras import variable_capture as keras_capture
+from replicax._src.keras.backend import check_keras
 from replicax._src.keras.models import PlacedModel
+from replicax._src.keras.on_devices import ON_DEVICES as ON_DEVICES
 from replicax._src.keras.optimizer import PlacedOptimizer, wrapped_loss_scale_apply
 from replicax._src.keras.variable import PlacedVariable, value_of
-from replicax._src.keras_backend import check_keras
-from replicax._src.tracebacks import bounded, is_full
-from replicax._src.tracing.capture import current_capture, planning
+from replicax._src.scope import context
+from replicax._src.tracing.capture import current_capture
+from replicax._src.user.tracebacks import bounded, is_full
+from replicax._src.values.framework import Framework, stop_using, use
 
 
 def _outside_functions(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,8 +37,9 @@ def _outside_functions(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        capture = current_capture()
         # A plan does not need values.
-        if current_capture() is None or planning.get() or getattr(self, "built", False):
+        if capture is None or capture.is_for_plan or getattr(self, "built", False):
             return original(self, *args, **kwargs)
         with keras_capture.outside_functions():
             return original(self, *args, **kwargs)

@@ -9,24 +9,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final, final
+from collections.abc import Callable, Iterator
+from typing import Any, Final, final
 
 import keras
 
 from replicax._src.checkpoint.checkpoint import Checkpoint
 from replicax._src.checkpoint.manager import CheckpointManager
-from replicax._src.errors import ContextError, InvalidArgumentError, UnsupportedError
-from replicax._src.framework import use_imported
-from replicax._src.keras.fit_progress import Progress
-from replicax._src.keras.passes import LoopOfFit
+from replicax._src.keras.fit_call import FitCall
+from replicax._src.keras.fit_progress import FitProgress
+from replicax._src.keras.keras_placement import placement_of
+from replicax._src.keras.loop_position import LoopOfFit
 from replicax._src.keras.resumable_fit import ResumableFit, SavingRules
-from replicax._src.options import path_of
 from replicax._src.preemption.termination import TerminationConfig
-from replicax._src.variables.server_placement import ServerPlacement
-
-if TYPE_CHECKING:
-    from replicax._src.strategies.strategy import Strategy
+from replicax._src.strategies.strategy import Strategy
+from replicax._src.values.framework import use_imported
+from replicax._src.vocabulary.errors import ContextError, InvalidArgumentError, UnsupportedError
+from replicax._src.vocabulary.options import path_of
 
 _MAX_TO_KEEP: Final = 3
 _GROWING: Final = ("acc", "auc", "precision", "recall", "f1", "fbeta", "iou", "r2")
@@ -41,6 +40,8 @@ class CheckpointCallback(keras.callbacks.Callback):
     without interruption, also from the middle of an epoch. On SIGTERM to any process, all processes save after the same
     batch and exit with code 42. In a cluster every process passes one to its ``fit``, and writes its part. Keras calls
     it after the other callbacks.
+
+    With ``fault_tolerance``, the replacement of a dead worker enters here after the chief's next batch, with its state.
 
     Callbacks with ``get_state()`` and ``set_state(state)`` are saved and restored. The others restart:
     ``EarlyStopping`` and ``ReduceLROnPlateau`` with their patience, ``ModelCheckpoint(save_best_only=True)`` without
@@ -61,6 +62,9 @@ class CheckpointCallback(keras.callbacks.Callback):
       local_directory: A directory on each host's own disk, for more frequent saves: as for ``rx.CheckpointManager``.
         ``save_freq`` must be a number then.
       local_every: The number of batches after which it saves there, smaller than ``save_freq``.
+      save_on_failure: True if a death of another process loses at most the batch that it interrupted, whatever
+        ``save_freq`` is: a surviving process saves the end of the last batch at once. This costs the memory of a second
+        copy of the state; see ``rx.CheckpointManager``. With ``fault_tolerance`` it has no effect.
       termination_config: How the process ends on preemption: grace period, exit, the source of the signal.
 
     Raises:
@@ -82,6 +86,7 @@ class CheckpointCallback(keras.callbacks.Callback):
         termination_config: TerminationConfig | None = None,
         local_directory: str | os.PathLike[str] | None = None,
         local_every: int | None = None,
+        save_on_failure: bool = False,
     ):
         super().__init__()
         _check(save_freq, mode, termination_config)
@@ -90,16 +95,17 @@ class CheckpointCallback(keras.callbacks.Callback):
         self._manager: CheckpointManager | None = None
         self._directory: str | None = None
         if isinstance(directory, CheckpointManager):
-            if monitor is not None or max_to_keep != _MAX_TO_KEEP or local_directory is not None:
+            is_of_manager = local_directory is not None or save_on_failure
+            if monitor is not None or max_to_keep != _MAX_TO_KEEP or is_of_manager:
                 raise InvalidArgumentError(
                     "CheckpointCallback was given a CheckpointManager, which decides the checkpoints to keep. Pass "
-                    "max_to_keep, best_fn, keep_best and local_directory to the manager, and leave max_to_keep, monitor "
-                    "and local_directory out here."
+                    "max_to_keep, best_fn, keep_best, local_directory and save_on_failure to the manager, and leave "
+                    "max_to_keep, monitor, local_directory and save_on_failure out here."
                 )
             self._manager = directory
         else:
             self._directory = os.path.abspath(path_of(directory, "directory", "training"))
-        self._rules: dict[str, Any] = {"max_to_keep": max_to_keep}
+        self._rules: dict[str, Any] = {"max_to_keep": max_to_keep, "save_on_failure": save_on_failure}
         if local_directory is not None or local_every is not None:
             self._rules |= {
                 "local_directory": local_directory,
@@ -126,33 +132,43 @@ class CheckpointCallback(keras.callbacks.Callback):
         return self._manager
 
     @property
+    def _saves_on_failure(self) -> bool:
+        return bool(
+            self._rules["save_on_failure"] if self._manager is None else self._manager.saves_on_failure
+        )
+
+    @property
     def restored_from(self) -> str | None:
         """The path of the checkpoint from which the last ``fit`` resumed, or None."""
         return self._restored_from
 
     @contextlib.contextmanager
-    def in_fit(
-        self, model: Any, strategy: Strategy | None, given: Mapping[str, Any], others: list[Any]
-    ) -> Iterator[None]:
-        """Surrounds a ``fit`` of a model with these arguments and other callbacks. Private."""
+    def in_fit(self, call: FitCall, strategy: Strategy | None, others: list[Any]) -> Iterator[None]:
+        """Surrounds a ``fit`` with these other callbacks. Private."""
         if self._begin is not None:
             raise ContextError(
                 "This CheckpointCallback is used by a fit that has not ended. Make another one with another directory."
             )
-        has_servers = strategy is not None and isinstance(strategy.variable_placement, ServerPlacement)
-        if has_servers and self._saving.every is not None:
+        only_epochs = not placement_of(strategy).saves_between_batches
+        if only_epochs and self._saving.every is not None:
             raise UnsupportedError(
                 f"CheckpointCallback(save_freq={self._saving.every}): with parameter servers, workers run batches at "
                 "the same time, so training cannot be saved between two batches. Use save_freq='epoch'; "
                 "steps_per_epoch makes epochs shorter."
             )
+        if only_epochs and self._saves_on_failure:
+            raise UnsupportedError(
+                "CheckpointCallback(save_on_failure=True): with parameter servers, workers run batches at the same time, so "
+                "no moment between two batches can be kept. Leave save_on_failure out; the servers' own replicas and "
+                "snapshots survive failures."
+            )
         loop = LoopOfFit()
         self._begin = functools.partial(
-            ResumableFit, model, strategy, loop, given, others, self._saving, only_epochs=has_servers
+            ResumableFit, call, strategy, loop, others, self._saving, only_epochs=only_epochs
         )
         is_failing = True
         try:
-            with loop.watched(model):
+            with loop.watched(call.model):
                 yield
             is_failing = False
         finally:
@@ -169,7 +185,7 @@ class CheckpointCallback(keras.callbacks.Callback):
                 "CheckpointCallback works only as a callback passed to fit(). In your own loops use "
                 "rx.CheckpointManager and rx.experimental.PreemptionCheckpointHandler."
             )
-        progress = Progress()
+        progress = FitProgress()
         if self._directory is not None:
             self._manager = CheckpointManager(
                 Checkpoint(model=self.model),
@@ -222,9 +238,7 @@ def _mode_of(monitor: str) -> str:
 
 
 @contextlib.contextmanager
-def in_fit(
-    model: Any, strategy: Strategy | None, given: Mapping[str, Any], callbacks: list[Any]
-) -> Iterator[list[Any]]:
+def in_fit(call: FitCall, strategy: Strategy | None, callbacks: list[Any]) -> Iterator[list[Any]]:
     """Yields the callbacks for the ``fit`` that runs inside the block. A ``CheckpointCallback`` comes last."""
     ours = [one for one in callbacks if isinstance(one, CheckpointCallback)]
     if not ours:
@@ -236,5 +250,5 @@ def in_fit(
             "monitor= also keeps the best checkpoints."
         )
     others = [one for one in callbacks if one is not ours[0]]
-    with ours[0].in_fit(model, strategy, given, others):
+    with ours[0].in_fit(call, strategy, others):
         yield [*others, *ours]

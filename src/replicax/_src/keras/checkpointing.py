@@ -10,15 +10,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
 
 from replicax._src.checkpoint.restoring import Restoration, advance_all
 from replicax._src.checkpoint.tracked import Parts, escaped
-from replicax._src.framework import Tracking
 from replicax._src.keras import internals
+from replicax._src.keras.step_functions import GlobalStepFunction
+from replicax._src.values.framework import Tracking
 
 _OBJECTS = (keras.Layer, keras.optimizers.Optimizer, keras.metrics.Metric, keras.random.SeedGenerator)
 
@@ -94,6 +95,12 @@ def _bring_state(tracked: Any) -> None:
         internals.sync(tracked)
 
 
+def _in_loop(tracked: Any) -> Callable[[], Mapping[int, Any]] | None:
+    """Returns the reader of the state that Keras's loop holds while ``fit`` runs."""
+    function = getattr(tracked, "train_function", None) if isinstance(tracked, keras.Model) else None
+    return function.reader() if isinstance(function, GlobalStepFunction) else None
+
+
 def _finish(tracked: Any) -> None:
     """Recomputes the mean and variance of a ``Normalization`` layer. Keras derives these constants from its variables
     only when it builds or loads the layer.
@@ -166,4 +173,5 @@ TRACKING = Tracking(
     watch=_watch,
     finish=_finish,
     prepare=_bring_state,
+    in_loop=_in_loop,
 )

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import io
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,17 +18,17 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from replicax._src.checkpoint.arrays import VariableLeaf
+from replicax._src.checkpoint.agreement import own_state
+from replicax._src.checkpoint.array_leaves import VariableLeaf
 from replicax._src.checkpoint.checkpoint import Checkpoint
 from replicax._src.checkpoint.errors import CheckpointMismatchError, CheckpointWriteError, listed
-from replicax._src.checkpoint.processes import own_state
 from replicax._src.checkpoint.restoring import Restoration
 from replicax._src.checkpoint.saved import SavedCheckpoint, SavedValue
-from replicax._src.errors import InvalidArgumentError
 from replicax._src.keras import internals, unallocated_variables
+from replicax._src.keras.backend import check_keras
 from replicax._src.keras.internals import accessor, saving_lib
 from replicax._src.keras.overriding import overridden
-from replicax._src.keras_backend import check_keras
+from replicax._src.vocabulary.errors import InvalidArgumentError
 
 # A new optimizer has these too.
 _OF_NEW_OPTIMIZERS = {"iterations", "learning_rate"}
@@ -58,7 +60,8 @@ def writing(saved: SavedCheckpoint, make_model: Callable[[], Any], name: str) ->
     has_slots = (
         "optimizer" in node.children and {*nodes[node.children["optimizer"]].children} > _OF_NEW_OPTIMIZERS
     )
-    with _unallocated():
+    # Keras must not give the variables values later: it would read the checkpoint, which may be gone by then.
+    with _unallocated(), internals.building_undone():
         model = make_model()
         optimizer = getattr(model, "optimizer", None)  # only compiled models have it
         if optimizer is not None and has_slots:
@@ -131,6 +134,55 @@ def _without_reading(variable: Any) -> Any:
     return np.asarray(variable.value) if accessor.is_built(variable) else variable
 
 
+class _StoreFile(io.BytesIO):
+    """A file for HDF5 that hides failed writes from it, because HDF5 ends the process with a crash after one.
+
+    After a failed write it drops all others; ``check`` and ``end`` raise the error.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        super().__init__()
+        self._file = io.FileIO(path, "w+")
+        self._error: OSError | None = None
+
+    def check(self) -> None:
+        """Raises OSError if a write failed."""
+        if self._error is not None:
+            raise self._error
+
+    def end(self) -> None:
+        """Closes the file. Raises OSError if a write failed."""
+        self._file.close()
+        self.check()
+
+    def write(self, data: Any) -> int:
+        rest = memoryview(data).cast("B")
+        size = len(rest)
+        try:
+            while rest and self._error is None:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            self._error = error
+        return size
+
+    def truncate(self, size: int | None = None) -> int:
+        try:
+            if self._error is None:
+                return self._file.truncate(size)
+        except OSError as error:
+            self._error = error
+        return self.tell() if size is None else size
+
+    def readinto(self, buffer: Any) -> int:
+        return self._file.readinto(buffer)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+
 def _store_of(values: _Values) -> type:
     """Returns the class of stores that write the values of variables in slabs."""
 
@@ -142,7 +194,14 @@ def _store_of(values: _Values) -> type:
                 raise CheckpointWriteError(
                     errno.EIO, "Keras could not make a temporary file for the weights beside the file."
                 )
-            super().__init__(path_or_io, mode=mode)
+            self._file = _StoreFile(path_or_io)
+            super().__init__(self._file, mode=mode)
+
+        def close(self) -> None:
+            try:
+                super().close()
+            finally:
+                self._file.end()
 
         def __setitem__(self, key: str, value: Any) -> None:
             _, array = values.get(id(value), (None, None))
@@ -154,6 +213,7 @@ def _store_of(values: _Values) -> type:
                 dataset.attrs["dtype"] = "bfloat16"
             for index, part in array.slabs():
                 dataset[index] = part
+                self._file.check()
 
     return SlabStore
 

@@ -1,30 +1,62 @@
-"""Checks of what a user gives to ``fit`` and ``evaluate``: lists of numbers, labels that no class has."""
+"""Checks of what a user gives to ``fit`` and ``evaluate``: no rows, lists of numbers, labels that no class has."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from typing import Any, Final
 
+import jax
 import keras
 import numpy as np
 
-from replicax._src.errors import InvalidArgumentError
-from replicax._src.user_code import user_line
+from replicax._src.input.elements import EmptyDatasetError
+from replicax._src.keras.fit_call import FitCall
+from replicax._src.user.user_code import user_line
+from replicax._src.vocabulary.errors import InvalidArgumentError
 
 log = logging.getLogger("replicax")
 
 _reported: set[str] = set()
 
 
-def check_no_lists(given: Mapping[str, Any]) -> None:
-    """Raises for rows that are Python lists: Keras takes a list for several inputs.
+def check_arguments(call: FitCall) -> None:
+    """Checks the data of a method that loops over them.
 
     Raises:
-      InvalidArgumentError: ``x``, ``y`` or ``sample_weight`` is a list of numbers, or of lists of them.
+      EmptyDatasetError: An argument is arrays without rows.
+      InvalidArgumentError: ``x``, ``y`` or ``sample_weight`` is a list of numbers, or of lists of them; or ``y`` has
+        integer labels, and the loss compares distributions.
     """
+    _check_has_rows(call)
+    _check_no_lists(call)
+    if call.method != "predict":
+        _check_one_hot(call)
+        _warn_of_labels(call)
+
+
+def _check_has_rows(call: FitCall) -> None:
+    """Raises for arrays without rows. If Keras must still build the model, it runs no step on them and ends without an
+    error.
+    """
+    for name in ("x", "validation_data"):
+        leaves = keras.tree.flatten(call.arguments[name]) if name in call.arguments else []
+        if any(isinstance(x, np.ndarray | jax.Array) and x.ndim and not x.shape[0] for x in leaves):
+            raise without_batch(call, name)
+
+
+def without_batch(call: FitCall, data: str = "x") -> EmptyDatasetError:
+    """Returns the error for data that have no batch."""
+    what = "data" if data == "x" else data
+    return EmptyDatasetError(
+        f"{call.method}() of model {call.model.name!r} was given {what} without a single batch: arrays of no rows, or a "
+        "dataset that is empty or used up."
+    )
+
+
+def _check_no_lists(call: FitCall) -> None:
+    """Raises for rows that are Python lists: Keras takes a list for several inputs."""
     for argument in ("x", "y", "sample_weight"):
-        data = first = given.get(argument)
+        data = first = call.arguments.get(argument)
         while isinstance(first, list | tuple) and first:
             first = first[0]
         if isinstance(data, list | tuple) and isinstance(first, bool | int | float):
@@ -34,13 +66,10 @@ def check_no_lists(given: Mapping[str, Any]) -> None:
             )
 
 
-def check_one_hot(model: Any, given: Mapping[str, Any]) -> None:
-    """Raises for integer labels and a loss that compares distributions. Keras raises too, and names only shapes.
-
-    Raises:
-      InvalidArgumentError: ``y`` has one integer for each row.
-    """
-    labels, num_classes = _labels(given), _num_classes(model)
+def _check_one_hot(call: FitCall) -> None:
+    """Raises for integer labels and a loss that compares distributions. Keras raises too, and names only shapes."""
+    model = call.model
+    labels, num_classes = _labels(call), _num_classes(model)
     if labels is None or num_classes < 2 or labels.size != len(labels) or not _is(model, "categorical"):
         return
     raise InvalidArgumentError(
@@ -50,12 +79,13 @@ def check_one_hot(model: Any, given: Mapping[str, Any]) -> None:
     )
 
 
-def warn_of_labels(model: Any, given: Mapping[str, Any]) -> None:
+def _warn_of_labels(call: FitCall) -> None:
     """Warns of integer labels in memory that no class of the model has. Keras on JAX trains without their rows."""
-    labels, num_classes = _labels(given), _num_classes(model)
+    model = call.model
+    labels, num_classes = _labels(call), _num_classes(model)
     if labels is None or not num_classes or not _is(model, "sparse_categorical"):
         return
-    if given.get("sample_weight") is not None:  # 0 for these rows, perhaps
+    if call.sample_weight is not None:  # 0 for these rows, perhaps
         return
     low, high = int(labels.min()), int(labels.max())
     if low >= 0 and high < num_classes:
@@ -74,9 +104,9 @@ def warn_of_labels(model: Any, given: Mapping[str, Any]) -> None:
         )
 
 
-def _labels(given: Mapping[str, Any]) -> np.ndarray | None:
+def _labels(call: FitCall) -> np.ndarray | None:
     """Returns ``y`` if it is an array of integers in memory."""
-    labels = given.get("y")
+    labels = call.y
     is_integer = isinstance(labels, np.ndarray) and labels.dtype.kind in "iu" and labels.size and labels.ndim
     return labels if is_integer and not isinstance(labels, np.memmap) else None
 

@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, Final, final
 
 import jax
 import keras
 import numpy as np
 
-from replicax._src.checkpoint.trees import HostRandomState
-from replicax._src.errors import InvalidArgumentError, UnsupportedError
-from replicax._src.input.elements import OF_WORKERS, of_other_workers
-from replicax._src.keras.datasets import DistributedInput
+from replicax._src.checkpoint.trees import HostRandomState, NotedState
+from replicax._src.cluster.counters import counters
+from replicax._src.input.elements import OF_WORKERS, saved_by_other_workers
+from replicax._src.keras.dataset_adapters import DistributedInput
+from replicax._src.keras.loop_position import LoopOfFit
 from replicax._src.keras.overriding import muted
-from replicax._src.keras.passes import LoopOfFit
-from replicax._src.keras.steps import StepFunction
-from replicax._src.status.counters import counters
+from replicax._src.keras.step_functions import StepFunction
+from replicax._src.vocabulary.errors import InvalidArgumentError, UnsupportedError
 
 _BATCH_HOOKS: Final = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
 
 
 @final
 @dataclass
-class Progress:
+class FitProgress(NotedState):
     """The epoch and batch of a ``fit``, and its history.
 
     Attributes:
@@ -56,7 +57,19 @@ class Progress:
 
     def get_state(self) -> dict[str, Any]:
         """Returns the state for the checkpoint."""
-        return {**asdict(self), "logs": _plain(self.logs), "history": _plain(self.history)}
+        return self.note_state()()
+
+    def note_state(self) -> Callable[[], dict[str, Any]]:
+        """Returns a function that returns the state of now. Lists only grow, so it notes their lengths."""
+        noted = {each.name: getattr(self, each.name) for each in fields(self)}
+        num_epochs = len(self.epochs)
+        lengths = {name: len(values) for name, values in self.history.items()}
+        return lambda: {
+            **noted,
+            "logs": _plain(noted["logs"]),
+            "epochs": noted["epochs"][:num_epochs],
+            "history": _plain({name: noted["history"][name][:n] for name, n in lengths.items()}),
+        }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Restores the state from the checkpoint."""
@@ -75,7 +88,7 @@ def _plain(logs: Any) -> Any:
 
 
 @final
-class DataOfFit:
+class DataOfFit(NotedState):
     """The position of ``fit`` in its data.
 
     Keras reads the data in passes; with ``steps_per_epoch`` one pass serves several epochs.
@@ -93,17 +106,18 @@ class DataOfFit:
       is_there: True if the data are at the checkpoint's position, so that no batch must be read again.
     """
 
-    def __init__(self, x: Any, loop: LoopOfFit, progress: Progress):
+    def __init__(self, x: Any, loop: LoopOfFit, progress: FitProgress):
         self._x, self._loop, self._progress = x, loop, progress
         self._has_state = isinstance(x, keras.utils.PyDataset) and _has_state(x)
         self._random = HostRandomState()
         self._at_pass: dict[str, Any] = {}
         self._restored: Mapping[str, Any] = {}
+        self._forgets_length = False
         self.is_there = False
 
     def begin_epoch(self) -> None:
         """Records that an epoch begins, and possibly a pass with it."""
-        if self.is_there:
+        if self._forgets_length:
             self._loop.forget_length()
         if not self._num_taken:
             self._at_pass = {
@@ -118,16 +132,17 @@ class DataOfFit:
 
     def get_state(self) -> dict[str, Any]:
         """Returns the state of this process for the checkpoint."""
+        return self.note_state()()
+
+    def note_state(self) -> Callable[[], dict[str, Any]]:
+        """Returns a function that returns the state of now."""
         taken = self._num_taken
         position = self._x.position(taken or None) if isinstance(self._x, DistributedInput) else None
-        return {
-            "taken": taken,
-            "at_pass": self._at_pass,
-            "random": self._random.get_state(),
-            "dataset": self._state_of_x(),
-            "pass_number": self._loop.pass_number,
-            "position": position,
-        }
+        own = {"dataset": self._state_of_x(), "position": position}
+        if self._has_state or position is not None:
+            own = copy.deepcopy(own)  # the data may change it
+        at_pass, random, number = self._at_pass, self._random.note_state(), self._loop.pass_number
+        return lambda: {"taken": taken, "at_pass": at_pass, "random": random(), "pass_number": number, **own}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Takes the state from the checkpoint. ``resume`` moves to its position."""
@@ -141,8 +156,15 @@ class DataOfFit:
         """
         positions = [state["position"] for state in states]
         if None in positions:
-            raise of_other_workers(len(states))
+            raise saved_by_other_workers(len(states))
         return {**states[0], "position": {OF_WORKERS: positions}}
+
+    def restore_random(self) -> None:
+        """Restores the random states. Called before the callbacks begin the epoch, because those of a new epoch may
+        draw numbers then.
+        """
+        if self._restored:
+            self._random.set_state(self._restored["random"])
 
     def resume(self) -> int:
         """Moves to the restored position. Called in place of ``begin_epoch``.
@@ -152,6 +174,8 @@ class DataOfFit:
         """
         state = self._restored
         taken = state["taken"] or 0
+        if not self._progress.batch:  # the callbacks have begun this epoch only now
+            state = self._restored = {**state, "random": self._random.get_state()}
         before = state["at_pass"] if taken else state
         self._random.set_state(before["random"])
         number = before.get("pass_number")  # older checkpoints have none
@@ -161,9 +185,22 @@ class DataOfFit:
         if isinstance(self._x, DistributedInput):
             self.is_there = self._x.resume(state["position"], taken)
             if self.is_there:
+                self._forgets_length = True
                 self._loop.forget_length()
         self._at_pass = {"random": before["random"], "dataset": before["dataset"], "pass_number": number}
         return taken
+
+    @property
+    def lengths(self) -> list[Any]:
+        """The number of batches of a pass, as the loop knows it, and True if it forgets this number in each epoch."""
+        return [self._loop.length, self._forgets_length]
+
+    def take_lengths(self, lengths: Sequence[Any]) -> None:
+        """Makes the loop end its passes as that of another process, in a replacement, which has resumed there."""
+        self._loop.length, self._forgets_length = lengths
+        is_over = lengths[0] is not None and (self._restored["taken"] or 0) >= lengths[0]
+        if is_over and isinstance(self._x, DistributedInput):
+            self._x.end_pass()  # the loop does not ask for its end
 
     def end_replay(self) -> None:
         """Records that all batches that were trained on before have been read again."""
@@ -188,6 +225,7 @@ class CallbackStates:
     def __init__(self, callbacks: Sequence[Any]):
         counts: Counter[str] = Counter()
         self._callbacks: dict[str, Any] = {}
+        self._restored: Mapping[str, Any] = {}
         for one in callbacks:
             name = type(one).__name__
             if _has_state(one):
@@ -206,6 +244,14 @@ class CallbackStates:
 
     def set_state(self, states: Mapping[str, Any]) -> None:
         """Restores the states from the checkpoint. Callbacks that have no state in it restart."""
+        self._restored = copy.deepcopy(states)
+        self._set(states)
+
+    def set_again(self) -> None:
+        """Restores the same states once more."""
+        self._set(self._restored)
+
+    def _set(self, states: Mapping[str, Any]) -> None:
         for name in states.keys() & self._callbacks.keys():
             self._callbacks[name].set_state(states[name])
 
@@ -234,7 +280,7 @@ class ReplayedSteps:
         model: Any,
         loop: LoopOfFit,
         num_taken: int,
-        progress: Progress,
+        progress: FitProgress,
         data: DataOfFit,
         callbacks: Sequence[Any],
     ):

@@ -8,8 +8,8 @@ from typing import Any, final
 
 import keras
 
-from replicax._src.status.counters import counters
-from replicax._src.status.progress import EPOCH, LoopProgress
+from replicax._src.cluster.counters import counters
+from replicax._src.cluster.loop_progress import EPOCH, LoopProgress
 
 
 @final

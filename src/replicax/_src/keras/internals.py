@@ -25,10 +25,10 @@ import jax
 import keras
 import numpy as np
 
-from replicax._src.errors import KerasVersionError
-from replicax._src.home import install_command
 from replicax._src.input.arrays import check_numbers
 from replicax._src.keras.overriding import overridden
+from replicax._src.packaging.home import install_command
+from replicax._src.vocabulary.errors import KerasVersionError
 
 TRIED: Final = ("3.12.0", "3.15.1", "3.16.0.dev2026102704")
 """The versions of Keras with which the tests of replicax have passed."""
@@ -87,7 +87,7 @@ _global_state: Any = _imported("keras.src.backend.common", "global_state")
 
 
 @final
-class Accessor:
+class KerasAccessor:
     """Reads and writes the stored values of Keras variables, without conversion.
 
     ``value`` and ``assign`` cost 4 µs per variable and step, ``_value`` costs 0.04 µs.
@@ -105,7 +105,7 @@ class Accessor:
         return variable._value is not None
 
 
-accessor: Final = Accessor()
+accessor: Final = KerasAccessor()
 
 
 def stored(variable: Any) -> Any:
@@ -116,6 +116,11 @@ def stored(variable: Any) -> Any:
 def initializer_of(variable: Any) -> Any:
     """Returns the initializer of a variable that has no value yet."""
     return variable._initializer
+
+
+def store(variable: Any, value: Any) -> None:
+    """Gives a variable its stored value, in place of that of its initializer."""
+    variable._value, variable._initializer = value, None
 
 
 def set_initializer(variable: Any, initializer: Any) -> None:
@@ -295,9 +300,14 @@ def has_pass(loop: Any) -> bool:
     return loop._current_iterator is not None
 
 
-def forget_length(loop: Any) -> None:
-    """Makes a loop count again how many batches a pass has."""
-    loop._num_batches = None
+def length(loop: Any) -> int | None:
+    """Returns the number of batches after which a loop ends a pass; None if it ends with the data."""
+    return loop._num_batches
+
+
+def set_length(loop: Any, num_batches: int | None) -> None:
+    """Sets the number of batches after which a loop ends a pass. None makes it count them again."""
+    loop._num_batches = num_batches
 
 
 def num_in_element(loop: Any) -> int:
@@ -377,7 +387,7 @@ def should_save(callback: Any) -> Callable[[int], bool]:
 
 @final
 @dataclass(frozen=True)
-class Part:
+class KerasPart:
     """A part of Keras and a small case of it.
 
     Attributes:
@@ -777,34 +787,34 @@ _STATE_ARGUMENTS: Final = ("self", *_GROUPS, "purge_model_variables")
 _TRAIN, _TEST, _PREDICT = _GROUPS, (*_GROUPS[:2], _GROUPS[3]), _GROUPS[:2]
 
 PARTS: Final = (
-    Part(
+    KerasPart(
         "keras.Variable (_value, _initializer, _dtype, _shape, _layout, _maybe_autocast)",
         _variable_case,
         ([None, True, "float32", (2,), None, True, True, (3,)],),
     ),
-    Part("keras.Variable._deferred_initialize", _first_values_case, (["checked"],)),
-    Part(
+    KerasPart("keras.Variable._deferred_initialize", _first_values_case, (["checked"],)),
+    KerasPart(
         "keras.StatelessScope (original_scope, get_current_value)",
         _scopes_case,
         ([True, True, None, True, [True]],),
     ),
-    Part(
+    KerasPart(
         "keras.Variable.assign, which calls StatelessScope.add_update",
         lambda: [_mentions(_own_method(keras.Variable, "assign"), "add_update")],
         ([True],),
     ),
-    Part("keras.SymbolicScope", _symbolic_scope_case, (True,)),
-    Part(
+    KerasPart("keras.SymbolicScope", _symbolic_scope_case, (True,)),
+    KerasPart(
         "keras.ops.sparse_categorical_crossentropy",
         _sparse_categorical_case,
         ((1, 2, {"from_logits": True, "axis": -1}),),
     ),
-    Part(
+    KerasPart(
         "keras.Layer (_flatten_layers, _trainable_variables, _layers, …)",
         _layer_case,
         ([["checked_model", "checked_layer"], ["checked_layer"], [], [], []],),
     ),
-    Part(
+    KerasPart(
         "keras.Layer._maybe_build",
         lambda: [
             _arguments(_own_method(keras.Layer, "_maybe_build")),
@@ -812,9 +822,11 @@ PARTS: Final = (
         ],
         ([("self", "call_spec"), True],),
     ),
-    Part("the loss of activity regularizers", _activity_loss, ((True, True), (False, True))),
-    Part("keras.optimizers.Optimizer.build", _optimizer_case, ([True, True, ("self", "variable"), True],)),
-    Part(
+    KerasPart("the loss of activity regularizers", _activity_loss, ((True, True), (False, True))),
+    KerasPart(
+        "keras.optimizers.Optimizer.build", _optimizer_case, ([True, True, ("self", "variable"), True],)
+    ),
+    KerasPart(
         "keras.optimizers.Optimizer._backend_apply_gradients",
         _applied_case,
         (
@@ -827,28 +839,28 @@ PARTS: Final = (
             ],
         ),
     ),
-    Part(
+    KerasPart(
         "keras.losses.Loss.__call__",
         lambda: _arguments(_own_method(keras.losses.Loss, "__call__")),
         (("self", "y_true", "y_pred", "sample_weight"),),
     ),
-    Part(
+    KerasPart(
         f"keras.Model.{GET_STATE}",
         lambda: _arguments(_own_method(keras.Model, GET_STATE)),
         (_STATE_ARGUMENTS,),
     ),
-    Part(
+    KerasPart(
         "keras.Model._purge_model_variables",
         lambda: _arguments(_own_method(keras.Model, "_purge_model_variables")),
         (_STATE_ARGUMENTS[:-1],),
     ),
-    Part(f"keras.Model.{SYNC}", lambda: _arguments(_own_method(keras.Model, SYNC)), (("self",),)),
-    Part(
+    KerasPart(f"keras.Model.{SYNC}", lambda: _arguments(_own_method(keras.Model, SYNC)), (("self",),)),
+    KerasPart(
         f"keras.Model.{BUILD}",
         lambda: _arguments(_own_method(keras.Model, BUILD)),
         (("self", "iterator", "data_batch"),),
     ),
-    Part(
+    KerasPart(
         "keras.Model._initial_epoch",
         lambda: [
             initial_epoch(_CheckedModel()),
@@ -856,49 +868,49 @@ PARTS: Final = (
         ],
         ([None, True],),
     ),
-    Part(
+    KerasPart(
         "JAXEpochIterator, which counts the batches of a loop",
         _arrays_case,
         ([[(True, "int64", (2, 1)), (True, "int64", (1, 1))], True, 0, True],),
     ),
-    Part("the shuffle of arrays", lambda: _shuffle_case(np.arange(32)), ([True, True],)),
-    Part("the shuffle of a PyDataset", lambda: _shuffle_case(_CheckedDataset()), ([True, True],)),
-    Part(
+    KerasPart("the shuffle of arrays", lambda: _shuffle_case(np.arange(32)), ([True, True],)),
+    KerasPart("the shuffle of a PyDataset", lambda: _shuffle_case(_CheckedDataset()), ([True, True],)),
+    KerasPart(
         "the loop of keras.Model.fit",
         functools.partial(_loop_case, "fit", "train_function", _TRAIN),
         (_events(_TRAIN, is_built=True, num_syncs=3),),
     ),
-    Part(
+    KerasPart(
         "the loop of keras.Model.evaluate",
         functools.partial(_loop_case, "evaluate", "test_function", _TEST),
         (_events(_TEST, is_built=True, num_syncs=1),),
     ),
-    Part(
+    KerasPart(
         "the loop of keras.Model.predict",
         functools.partial(_loop_case, "predict", "predict_function", _PREDICT),
         (_events(_PREDICT, is_built=False, num_syncs=1),),
     ),
-    Part(
+    KerasPart(
         "class_weight_to_sample_weights",
         lambda: class_weight_to_sample_weights(np.array([0, 1, 1]), {0: 2.0, 1: 3.0}).tolist(),
         ([2.0, 3.0, 3.0],),
     ),
-    Part(
+    KerasPart(
         "to_snake_case",
         lambda: [to_snake_case(name) for name in ("MyLayer", "Conv2D")],
         (["my_layer", "conv2d"],),
     ),
-    Part(
+    KerasPart(
         "keras.src.saving.saving_lib",
         _store_case,
         ([("self", "path_or_io", "archive", "mode"), True, ("model",), True, True],),
     ),
-    Part(
+    KerasPart(
         "keras.callbacks.ModelCheckpoint",
         lambda: _callback_case(keras.callbacks.ModelCheckpoint, "on_train_batch_end"),
         ([("self", "batch"), True, True],),
     ),
-    Part(
+    KerasPart(
         "keras.callbacks.BackupAndRestore",
         lambda: _callback_case(keras.callbacks.BackupAndRestore, "on_train_batch_end"),
         ([("self", "batch"), True, True],),

@@ -1,4 +1,4 @@
-"""The denominators of Keras's losses, which are the weights of micro-batches; see ``accumulation.py``."""
+"""The denominators of Keras's losses, which are the weights of micro-batches; see ``gradient_accumulation.py``."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import keras
 
-from replicax._src.errors import KerasLossError
-from replicax._src.nn import size_of_global_batch
+from replicax._src.functions.nn import size_of_global_batch
 from replicax._src.tracing.loss_counts import LossCount, loss_counts, note_loss
+from replicax._src.vocabulary.errors import KerasLossError
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 

@@ -17,14 +17,14 @@ import jax
 import jax.numpy as jnp
 import keras
 
-from replicax._src import context
-from replicax._src.errors import KerasLossError
+from replicax._src.functions.nn import SharedLoss, size_of_global_batch
 from replicax._src.keras import internals
 from replicax._src.keras.loss_counts import note_keras_loss
 from replicax._src.keras.overriding import overridden
-from replicax._src.nn import SharedLoss, size_of_global_batch
+from replicax._src.scope import context
 from replicax._src.tracing.capture import current_capture, user_line
 from replicax._src.tracing.labels import note_labels
+from replicax._src.vocabulary.errors import KerasLossError
 
 _MEANS: Final = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 _ROW_BY_ROW: Final = ("sum_over_batch_size", "mean", "sum")

@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import jax.numpy as jnp
 import numpy as np
 
-from replicax._src.errors import InvalidArgumentError
-from replicax._src.keras_backend import check_keras
-from replicax._src.options import whole_number
+from replicax._src.keras.backend import check_keras
 from replicax._src.variables.layer_layouts import (
     DENSE,
     LayerVariable,
@@ -28,6 +26,8 @@ from replicax._src.variables.layer_layouts import (
     layout_map_of,
 )
 from replicax._src.variables.layout_map import LayoutMap
+from replicax._src.vocabulary.errors import InvalidArgumentError
+from replicax._src.vocabulary.options import whole_number
 
 if TYPE_CHECKING:
     import keras

@@ -9,15 +9,34 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeGuard
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import jax
 import keras
-import numpy as np
 
-from replicax._src import context, jax_compat
-from replicax._src.errors import (
+from replicax._src.jax_internals import jax_compat
+from replicax._src.keras import internals, loop_callbacks, shared_reads
+from replicax._src.keras.exclusion import alone
+from replicax._src.keras.fit_arguments import without_batch
+from replicax._src.keras.fit_call import PHASES, FitCall
+from replicax._src.keras.fit_preparation import PreparedCall, prepare
+from replicax._src.keras.keras_placement import placement_of
+from replicax._src.keras.losses import in_compute_loss, rows_of_replica_step
+from replicax._src.keras.optimizer import adopt
+from replicax._src.keras.phases import PREDICT, TEST, TRAIN, Phase
+from replicax._src.keras.planned_steps import placed_and_left
+from replicax._src.keras.replica_steps import is_replica_style, keras_step
+from replicax._src.keras.step_building import built_by_step
+from replicax._src.keras.step_functions import StepFunction
+from replicax._src.keras.variable_capture import give_values, is_planned
+from replicax._src.scope import context
+from replicax._src.strategies.strategy import Strategy
+from replicax._src.tracing.capture import current_capture
+from replicax._src.tracing.outer_trace import called_in_trace
+from replicax._src.user.listening import listener
+from replicax._src.user.tracebacks import bounded
+from replicax._src.vocabulary.errors import (
     ContextError,
     CrossReplicaContextError,
     KerasScopeError,
@@ -25,50 +44,9 @@ from replicax._src.errors import (
     ReplicaxError,
     UnsupportedError,
 )
-from replicax._src.input.arrays import check_numbers
-from replicax._src.input.elements import EmptyDatasetError
-from replicax._src.keras import internals, loop_callbacks, servers, shared_reads
-from replicax._src.keras.capture import give_values
-from replicax._src.keras.datasets import DistributedInput, as_keras_input, check_not_per_replica
-from replicax._src.keras.fit_arguments import check_no_lists, check_one_hot, warn_of_labels
-from replicax._src.keras.losses import in_compute_loss, rows_of_replica_step
-from replicax._src.keras.planned_steps import placed_and_left
-from replicax._src.keras.replica_steps import ReplicaStepFunction, is_replica_style, keras_step
-from replicax._src.keras.server_steps import WorkerSteps
-from replicax._src.keras.steps import PREDICT, TEST, TRAIN, GlobalStepFunction, Phase, StepFunction
-from replicax._src.keras.worker_datasets import WorkerInput, as_worker_input
-from replicax._src.keras.workers import start_together
-from replicax._src.narrowing import narrowed
-from replicax._src.tracebacks import bounded
-from replicax._src.tracing.capture import current_capture, planning
-from replicax._src.tracing.explanations import called_in_trace, explained
-from replicax._src.variables.server_placement import ServerPlacement
-
-if TYPE_CHECKING:
-    from replicax._src.parameter_servers.strategy.parameter_server import ParameterServerStrategy
-    from replicax._src.strategies.strategy import Strategy
 
 Method = Callable[..., Any]
 _Keras: Any = keras.Model if TYPE_CHECKING else object
-
-PHASES = {
-    "fit": TRAIN,
-    "train_on_batch": TRAIN,
-    "evaluate": TEST,
-    "test_on_batch": TEST,
-    "predict": PREDICT,
-    "predict_on_batch": PREDICT,
-}
-"""The methods that run steps."""
-
-_ARRAYS = frozenset({"x", "y", "sample_weight", "validation_data"})
-
-STEPS_OF_DATA = {
-    "fit": {"x": "steps_per_epoch", "validation_data": "validation_steps"},
-    "evaluate": {"x": "steps"},
-    "predict": {"x": "steps"},
-}
-"""The arguments that may be datasets, each with the argument for the number of its batches."""
 
 
 def _placed(name: str) -> Method:
@@ -76,42 +54,48 @@ def _placed(name: str) -> Method:
     steps.
     """
     original = getattr(keras.Model, name)
-    signature = inspect.signature(original)
-
-    is_loop = name in STEPS_OF_DATA
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         _check_not_in_a_function(self, name)
-        give_values(self)
         strategy = _strategy_of(self, name)
         if strategy is None and not context.has_strategy() and is_replica_style(self, PHASES[name]):
             strategy = context.get_strategy()  # Keras on JAX cannot run its step
         with contextlib.ExitStack() as stack:
+            if strategy is not None:
+                stack.enter_context(alone(self, name))
+            self.jax_state_sync()  # in a callback of fit, whose `self.model` does it, and the name `model` does not
+            give_values(self)
             stack.enter_context(_explained_build(self, name))
             if strategy is not None:
-                _check_has_steps(strategy, name)
+                placement_of(strategy).check_method(strategy, name)
                 stack.enter_context(strategy.scope())
-            stack.enter_context(explained("scope" if strategy is None else "fit"))
+            stack.enter_context(listener().user_code("scope" if strategy is None else "fit"))
             try:
-                call = signature.bind(self, *args, **kwargs)
+                call = FitCall.of(self, name, args, kwargs)
             except TypeError:
                 return original(self, *args, **kwargs)  # Keras raises the error
-            given = call.arguments
-            inputs = _take_datasets(name, given, context.get_strategy(), narrows=strategy is not None)
-            for made in inputs:
-                stack.enter_context(made.in_use())
-            if strategy is None and inputs:
-                strategy = context.get_strategy()  # Keras's own steps would miss the end of the data
-            if strategy is not None:
-                if is_loop:
-                    _begin_loop(self, name, strategy, given)
-                stack.enter_context(_placed_steps(self, name, strategy, given, is_loop=is_loop))
-            if is_loop:
-                stack.enter_context(internals.placing_batches(strategy is not None))
-                stack.enter_context(loop_callbacks.in_loop(self, strategy, name, given))
-            return original(*call.args, **call.kwargs)
+            return _run(prepare(call, strategy), original)
 
     return functools.wraps(original)(bounded(method))
+
+
+def _run(prepared: PreparedCall, original: Method) -> Any:
+    """Runs Keras's method with the strategy's steps, if there is a strategy."""
+    call, strategy = prepared.call, prepared.strategy
+    with contextlib.ExitStack() as stack:
+        for adapter in prepared.inputs:
+            stack.enter_context(adapter.in_use())
+        if strategy is not None:
+            stack.enter_context(_placed_steps(call, strategy))
+        if call.is_loop:
+            stack.enter_context(internals.placing_batches(strategy is not None))
+            call = stack.enter_context(loop_callbacks.in_loop(call, strategy))
+        try:
+            return call.run(original)
+        except SystemExit as error:
+            if strategy is not None and strategy.topology.peers is not None:
+                strategy.topology.peers.note_exit(error)
+            raise
 
 
 @contextlib.contextmanager
@@ -131,53 +115,12 @@ def _explained_build(model: Any, method: str) -> Iterator[None]:
         raise
 
 
-def _begin_loop(model: Any, method: str, strategy: Strategy, given: dict[str, Any]) -> None:
-    """Checks that all processes give equal arguments. With ``verbose="auto"`` only the first process shows progress."""
-    peers = strategy.topology.peers
-    if peers is not None:
-        if not peers.is_leader and given.get("verbose", "auto") == "auto":
-            given["verbose"] = 0
-        start_together(peers, method, model, given)
-    _check_has_rows(model, method, given)
-    check_no_lists(given)
-    if method != "predict":
-        check_one_hot(model, given)
-        warn_of_labels(model, given)
-
-
 def _is_of_keras(error: BaseException) -> bool:
     """True if Keras itself raised the error, not code that it called."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("keras.")
-
-
-def _check_has_rows(model: Any, method: str, given: Mapping[str, Any]) -> None:
-    """Raises for arrays without rows. If Keras must still build the model, it runs no step on them and ends without an
-    error.
-    """
-    for name in ("x", "validation_data"):
-        leaves = keras.tree.flatten(given[name]) if name in given else []
-        if any(isinstance(x, np.ndarray | jax.Array) and x.ndim and not x.shape[0] for x in leaves):
-            raise _without_batch(model, method, name)
-
-
-def _without_batch(model: Any, method: str, data: str = "x") -> EmptyDatasetError:
-    what = "data" if data == "x" else data
-    return EmptyDatasetError(
-        f"{method}() of model {model.name!r} was given {what} without a single batch: arrays of no rows, or a dataset that is "
-        "empty or used up."
-    )
-
-
-def _check_has_steps(strategy: Strategy, method: str) -> None:
-    if strategy.worker_of_own is not None:
-        raise UnsupportedError(
-            f"{method}() is not supported where every worker runs its own copy of the program on shared parameter "
-            "servers. Write the loop with strategy.run and rx.GradientTape, or let a chief coordinate the workers: "
-            "rx.ParameterServerStrategy(is_coordinator=True) there, and `replicax server` in them."
-        )
 
 
 def _check_not_in_a_function(model: Any, method: str) -> None:
@@ -199,7 +142,7 @@ def _strategy_of(model: Any, method: str) -> Any:
     Raises:
       KerasScopeError: The model was made outside of the scope in which it is trained.
     """
-    strategy = context.owners.get(id(model))
+    strategy = context.owner_of(model)
     if strategy is None and context.has_strategy() and method in ("compile", "fit", "train_on_batch"):
         raise KerasScopeError(
             f"Model {model.name!r} was made outside the scope of {context.get_strategy()!r}, and {method}() was called "
@@ -215,7 +158,7 @@ def _check_metrics(metrics: Any, strategy: Strategy, model: Any) -> None:
     for metric in keras.tree.flatten(metrics):
         if not isinstance(metric, keras.metrics.Metric):
             continue
-        owners = [context.owners.get(id(variable)) for variable in metric.variables]
+        owners = [context.owner_of(variable) for variable in metric.variables]
         if all(owner is strategy for owner in owners):
             continue
         if any(owner is not None and owner is not strategy for owner in owners):
@@ -234,26 +177,25 @@ def _check_metrics(metrics: Any, strategy: Strategy, model: Any) -> None:
 
 
 @contextlib.contextmanager
-def _placed_steps(
-    model: Any, method: str, strategy: Strategy, given: Mapping[str, Any], *, is_loop: bool
-) -> Iterator[None]:
+def _placed_steps(call: FitCall, strategy: Strategy) -> Iterator[None]:
     """Gives Keras's loop a step function of replicax. On exit the variables have the state again."""
-    phase = PHASES[method]
-    function = _step_function(model, phase, strategy)
+    function = _step_function(call.model, call.phase, strategy)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(function.in_call(given, is_loop=is_loop))
-        if planning.get():
+        stack.enter_context(function.in_call(call))
+        if is_replica_style(call.model, call.phase):
+            stack.enter_context(built_by_step(call))
+        if is_planned():
             stack.enter_context(placed_and_left(function))
         try:
             yield
         except (StopIteration, UnboundLocalError, TypeError) as error:
             # Keras's loops raise one of these if they have no batch to build a model with, or no logs of a step.
             is_for_building = isinstance(error, StopIteration) and _is_of_keras(error)
-            if is_loop and (is_for_building or function.has_met_no_batch):
-                raise _without_batch(model, method) from error
+            if call.is_loop and (is_for_building or function.has_met_no_batch):
+                raise without_batch(call) from error
             raise
-        if is_loop and function.has_met_no_batch:
-            raise _without_batch(model, method)
+        if call.is_loop and function.has_met_no_batch:
+            raise without_batch(call)
 
 
 def _step_function(model: Any, phase: Phase, strategy: Strategy) -> StepFunction:
@@ -270,74 +212,18 @@ def _step_function(model: Any, phase: Phase, strategy: Strategy) -> StepFunction
             "keras.distribution.set_distribution(None) removes Keras's."
         )
     function: Any = getattr(model, phase.function_name, None)
-    make: Callable[..., StepFunction] = GlobalStepFunction
-    if _has_servers(strategy):
-        make = functools.partial(ReplicaStepFunction, make_workers=WorkerSteps)
-    elif is_replica_style(model, phase):
-        make = ReplicaStepFunction
-    if planning.get():  # for other devices than the strategy's
-        return make(model, phase, strategy)
-    is_ours = isinstance(function, StepFunction) and function.strategy is strategy
-    if not is_ours or isinstance(function, GlobalStepFunction) is not (make is GlobalStepFunction):
-        function = make(model, phase, strategy)
+    kind = placement_of(strategy).steps_class(model, phase)
+    if is_planned():  # for other devices than the strategy's
+        return kind(model, phase, strategy)
+    if not isinstance(function, kind) or function.strategy is not strategy:
+        function = kind(model, phase, strategy)
         setattr(model, phase.function_name, function)  # compile() removes it
     return function
 
 
-def _has_servers(strategy: Strategy) -> TypeGuard[ParameterServerStrategy]:
-    return isinstance(strategy.variable_placement, ServerPlacement)
-
-
-def _take_datasets(
-    method: str, given: dict[str, Any], strategy: Strategy, *, narrows: bool
-) -> list[DistributedInput | WorkerInput]:
-    """Replaces replicax's datasets among the arguments of a method by adapters for Keras.
-
-    Args:
-      narrows: True converts 64-bit arrays as JAX does, or raises an error. Keras also casts floats here, without a
-        check.
-
-    Returns:
-      The adapters.
-    """
-    for argument in ("x", "y", "sample_weight"):
-        check_not_per_replica(method, argument, given.get(argument))
-    if narrows:
-        for argument in sorted(_ARRAYS.intersection(given)):
-            check_numbers(given[argument], argument)
-            given[argument] = _narrowed(given[argument], argument)
-    made = []
-    for argument, steps in STEPS_OF_DATA.get(method, {}).items():
-        data = given.get(argument)
-        if _has_servers(strategy):
-            data = as_worker_input(data, strategy, method, argument, given, steps)
-        data = as_keras_input(data, strategy, argument, given, steps)
-        if data is not given.get(argument):
-            given[argument] = data
-            made.append(data)
-            if method == "predict" and all(layer.built for layer in internals.layers_of(given["self"])):
-                data.on_epoch_end()  # predict takes no batch early, unlike fit and evaluate
-    return made
-
-
-def _narrowed(data: Any, argument: str) -> Any:
-    """Returns the arguments for Keras. Arrays in memory are narrowed to JAX's dtypes.
-
-    Memory-mapped files are read batch by batch.
-    """
-    leaves, tree = jax.tree.flatten(data, is_leaf=lambda value: not isinstance(value, (tuple, list, dict)))
-    arrays = [None if isinstance(leaf, np.memmap) else leaf for leaf in leaves]
-    new = {
-        id(old): new
-        for old, new in zip(arrays, narrowed(arrays, tree, argument), strict=True)
-        if old is not new
-    }
-    return keras.tree.map_structure(lambda leaf: new.get(id(leaf), leaf), data) if new else data
-
-
 def _note_devices(error: ValueError, model: Any, arguments: Any) -> None:
     """Adds to an error of a model's call what to write if an argument lies on other devices than the variables."""
-    strategy = context.owners.get(id(model))
+    strategy = context.owner_of(model)
     if strategy is None or current_capture() is not None or not model.weights:
         return
     devices, *of_arguments = map(_devices, [model.weights[0].value, *keras.tree.flatten(arguments)])
@@ -409,8 +295,7 @@ class PlacedModel(_Keras):
             given = _SIGNATURE_OF_COMPILE.bind(self, *args, **kwargs).arguments
             for name in ("metrics", "weighted_metrics"):
                 _check_metrics(given.get(name), strategy, self)
-            if _has_servers(strategy):
-                servers.adopt(given.get("optimizer"), strategy.variable_placement)
+            adopt(given.get("optimizer"), placement_of(strategy))
             return super().compile(*args, **kwargs)
 
     @functools.wraps(keras.Model.compile_from_config)
@@ -440,18 +325,9 @@ class PlacedModel(_Keras):
                 return logs
         return super()._get_metrics_result_or_logs(logs)
 
-    def _get_jax_state(self, *, purge_model_variables: bool = False, **groups: bool) -> Any:
+    def _get_jax_state(self, **groups: bool) -> Any:
         with shared_reads.shards():  # Keras's loops start with the stored shards
-            state = super()._get_jax_state(**groups)
-        if purge_model_variables:
-            phase = next(
-                phase for phase in PHASES.values() if {g for g in groups if groups[g]} == set(phase.groups)
-            )
-            function = getattr(self, phase.function_name, None)
-            if isinstance(function, GlobalStepFunction):
-                state = function.hold(state)  # before the variables are empty, so that Ctrl-C loses nothing
-            internals.purge(self, **groups)
-        return state
+            return super()._get_jax_state(**groups)
 
 
 _SIGNATURE_OF_COMPILE = inspect.signature(keras.Model.compile)

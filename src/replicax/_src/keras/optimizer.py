@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -9,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from replicax._src.errors import PerReplicaUseError, VariableError
-from replicax._src.keras import accumulation, internals, servers, sharded_state
-from replicax._src.parameter_servers.programs.events import Events
+from replicax._src.keras import gradient_accumulation, internals, sharded_state
+from replicax._src.keras.keras_placement import KerasPlacement, placement_of
+from replicax._src.scope import context
 from replicax._src.tracing.capture import Capture, current_capture
-from replicax._src.user_code import user_line
-from replicax._src.values import PerReplica
+from replicax._src.user.user_code import user_line
+from replicax._src.values.distributed import PerReplica
 from replicax._src.variables.sharded import ShardedVariable
 from replicax._src.variables.variable import Variable
+from replicax._src.vocabulary.errors import PerReplicaUseError, VariableError
 
 log = logging.getLogger("replicax")
 
@@ -53,21 +55,23 @@ class PlacedOptimizer(_Keras):
     def build(self, variables: Any) -> None:
         """Makes the optimizer's variables, and the count of micro-batches where it accumulates gradients."""
         super().build(variables)
-        accumulation.add_count(self, variables)
+        gradient_accumulation.add_count(self, variables)
 
     @functools.wraps(keras.optimizers.Optimizer.add_variable)
     def add_variable(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self, keras.optimizers.LossScaleOptimizer):  # it builds the inner one after this
             self.inner_optimizer.is_inner = True
-        with sharded_state.of_optimizer():
+        with sharded_state.mark_optimizer_variables():
             return super().add_variable(*args, **kwargs)
 
     @functools.wraps(keras.optimizers.Optimizer.add_variable_from_reference)
     def add_variable_from_reference(self, reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
-        is_accumulator = kwargs.get("name") == accumulation.NAME
-        has_parts = is_accumulator and accumulation.can_have_parts(self, reference_variable)
-        of_optimizer = sharded_state.of_optimizer(reference_variable, has_parts=has_parts)
-        with of_optimizer, servers.where(reference_variable):
+        is_accumulator = kwargs.get("name") == gradient_accumulation.NAME
+        has_parts = is_accumulator and gradient_accumulation.can_have_parts(self, reference_variable)
+        mark_optimizer_variables = sharded_state.mark_optimizer_variables(
+            reference_variable, has_parts=has_parts
+        )
+        with mark_optimizer_variables, _scope_for_slot(reference_variable):
             return super().add_variable_from_reference(reference_variable, *args, **kwargs)
 
     @functools.wraps(keras.optimizers.Optimizer.apply)
@@ -79,24 +83,43 @@ class PlacedOptimizer(_Keras):
                 self.build(trainable_variables)
         if capture is not None and capture.is_replica:
             variables = internals.trained_by(self) if trainable_variables is None else trainable_variables
-            if accumulation.has_parts(self):
+            if gradient_accumulation.has_parts(self):
                 if capture.on_aggregate is not None:
                     aggregated(capture, grads, variables)  # only to observe them
                 grads = _with_replacements_summed(capture, grads, variables)
             else:
                 grads = aggregated(capture, grads, variables)
-        if capture is not None and isinstance(capture.observer, Events):
-            return servers.apply(_own_apply, self, grads, trainable_variables, capture.observer)
+        if capture is not None and capture.observer is not None:
+            return capture.observer.applied(_own_apply, self, grads, trainable_variables)
         return super().apply(grads, trainable_variables)
 
     def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Any) -> None:
-        accumulation.apply(self, super()._backend_apply_gradients, grads, trainable_variables)
+        gradient_accumulation.apply(self, super()._backend_apply_gradients, grads, trainable_variables)
 
     @functools.wraps(keras.optimizers.Optimizer.stateless_apply)
     def stateless_apply(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
         _check_trained(self, trainable_variables)
         own = super().stateless_apply
         return sharded_state.apply_to_shards(own, optimizer_variables, grads, trainable_variables)
+
+
+def _scope_for_slot(variable: Any) -> contextlib.AbstractContextManager[Any]:
+    """Returns the scope in which a slot of a variable is made, also if ``build()`` is called outside of it."""
+    owner = context.owner_of(variable)
+    if owner is None or context.has_strategy() or not placement_of(owner).places_slots:
+        return contextlib.nullcontext()
+    return context.Scope(owner)
+
+
+def adopt(optimizer: Any, placement: KerasPlacement) -> None:
+    """Gives the variables of a new optimizer that was made outside of every scope to the current strategy, if variables
+    outside of scopes are of no use to it. An optimizer already in use belongs to another model.
+    """
+    if not isinstance(optimizer, keras.optimizers.Optimizer) or optimizer.built:
+        return
+    for variable in optimizer.variables:
+        if context.owner_of(variable) is None and placement.make_value(variable):
+            context.remember_owner(variable)
 
 
 @functools.cache
@@ -151,8 +174,8 @@ def wrapped_loss_scale_apply(original: Apply) -> Apply:
         if capture.is_replica:
             # The sum comes before the finite check, so that all replicas take the same decision.
             grads = aggregated(capture, grads, variables)
-        if isinstance(capture.observer, Events):
-            return servers.apply(_apply_as_values, self, grads, variables, capture.observer)
+        if capture.observer is not None:
+            return capture.observer.applied(_apply_as_values, self, grads, variables)
         return _apply_as_values(self, grads, variables)
 
     return apply

@@ -12,9 +12,11 @@ import jax
 import keras
 import numpy as np
 
-from replicax._src import context, jax_compat
+from replicax._src.jax_internals import jax_compat
 from replicax._src.keras.internals import accessor, current_scope
-from replicax._src.tracing.capture import current_capture, planning
+from replicax._src.keras.keras_placement import placement_of
+from replicax._src.scope import context
+from replicax._src.tracing.capture import current_capture
 from replicax._src.variables.placement import VariablePlacement
 
 _HOST_VALUES = (np.ndarray, np.generic, bool, int, float, list, tuple)
@@ -25,7 +27,7 @@ def place(variable: Any) -> None:
     placement = _placement_of(variable)
     if placement is None or not accessor.is_built(variable):
         return
-    if context.owners[id(variable)].bindings.layout_of(variable) is not None:  # Keras made it in its layout
+    if context.owner_of(variable).bindings.layout_of(variable) is not None:  # Keras made it in its layout
         return
     (value,) = accessor.get([variable])
     if isinstance(value, jax.Array) and not isinstance(value, jax_compat.Tracer):
@@ -55,8 +57,8 @@ def beside(variable: Any, value: Any) -> Any:
 
 
 def _placement_of(variable: Any) -> VariablePlacement | None:
-    placement = getattr(context.owners.get(id(variable)), "variable_placement", None)
-    if type(placement) is not VariablePlacement or planning.get():
+    strategy = context.owner_of(variable)
+    if strategy is None or not placement_of(strategy).stores_arrays:
         return None
-    topology = placement.topology
-    return None if topology.peers is not None else placement
+    topology = strategy.variable_placement.topology
+    return None if topology.is_ahead or topology.peers is not None else strategy.variable_placement

@@ -10,26 +10,31 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import keras
 import numpy as np
 
-from replicax._src import context
-from replicax._src.errors import InvalidArgumentError, KerasScopeError
 from replicax._src.keras import internals
 from replicax._src.keras.losses import own_compute_loss_gathered
 from replicax._src.keras.overriding import muted, overridden
+from replicax._src.keras.phases import Phase
 from replicax._src.keras.replica_steps import ReplicaStepFunction, is_replica_style, without_nones
-from replicax._src.keras.steps import GlobalStepFunction, Phase, State, StepFunction
-from replicax._src.lowering.batch import Batch
-from replicax._src.strategies.lowering import NamedArray, Placer, Step, StepProgram, place_replica_function
+from replicax._src.keras.step_functions import GlobalStepFunction, State, StepFunction
+from replicax._src.lowering.batch import DatasetBatch
+from replicax._src.scope import context
+from replicax._src.scope.any_strategy import AnyStrategy, StrategyView
+from replicax._src.strategies.lower_method import (
+    NamedArray,
+    Placer,
+    StepProgram,
+    StepToLower,
+    place_replica_function,
+)
+from replicax._src.vocabulary.errors import InvalidArgumentError, KerasScopeError
 
-if TYPE_CHECKING:
-    from replicax._src.strategies.strategy import Strategy
-
-_asked: contextvars.ContextVar[Step] = contextvars.ContextVar("replicax_step_to_lower")
+_asked: contextvars.ContextVar[StepToLower] = contextvars.ContextVar("replicax_step_to_lower")
 
 
 class _StepPlaced(BaseException):
@@ -84,7 +89,7 @@ def _description(step: StepFunction, variable: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(variable.shape), dtype, sharding=sharding)
 
 
-def _placed(step: StepFunction, here: Batch) -> StepProgram:
+def _placed(step: StepFunction, here: DatasetBatch) -> StepProgram:
     asked = _asked.get()
     if asked.global_batch is None:
         rows = math.ceil(here.num_rows / asked.num_replicas_here)
@@ -96,20 +101,20 @@ def _placed(step: StepFunction, here: Batch) -> StepProgram:
     return _of_all_replicas(step, here, rows)
 
 
-def _of_each_replica(step: ReplicaStepFunction, here: Batch, rows: int) -> StepProgram:
+def _of_each_replica(step: ReplicaStepFunction, here: DatasetBatch, rows: int) -> StepProgram:
     """Lowers a step in TensorFlow's style, as ``strategy.run`` runs it."""
     leaves = [_with_rows(leaf, here.num_rows, rows) for leaf in here.leaves]
     leaves = [jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype)) for leaf in leaves]
     data = without_nones(here.tree.unflatten(leaves))
     with own_compute_loss_gathered(step.model):
-        return place_replica_function(step.strategy, Step(step.replica_step, (data,), {}))
+        return place_replica_function(step.strategy.parts, StepToLower(step.replica_step, (data,), {}))
 
 
-def _of_all_replicas(step: GlobalStepFunction, here: Batch, rows: int) -> StepProgram:
+def _of_all_replicas(step: GlobalStepFunction, here: DatasetBatch, rows: int) -> StepProgram:
     """Lowers the model's own step in the global view."""
     num_rows = rows * step.strategy.topology.num_replicas
     leaves = [_with_rows(leaf, here.num_rows, num_rows) for leaf in here.leaves]
-    batch = Batch(here.tree.unflatten(leaves))
+    batch = DatasetBatch(here.tree.unflatten(leaves))
     compiled, operands, values, written = step.described(_described(step), batch)
     variables = itertools.chain.from_iterable(step.phase.variables_of(step.model))
     arrays = [
@@ -139,8 +144,8 @@ def placer(phases: dict[str, Phase]) -> Callable[[Any], Placer | None]:
     return find
 
 
-def _place(model: Any, method: str, phase: Phase, strategy: Strategy, step: Step) -> StepProgram:
-    _check_scope(model, method, phase, strategy)
+def _place(model: Any, method: str, phase: Phase, view: StrategyView, step: StepToLower) -> StepProgram:
+    _check_scope(model, method, phase, view.strategy)
     token = _asked.set(step)
     args, kwargs = jax.tree_util.tree_map(_standing_for, (tuple(step.args), dict(step.kwargs)))
     try:
@@ -152,9 +157,9 @@ def _place(model: Any, method: str, phase: Phase, strategy: Strategy, step: Step
     raise InvalidArgumentError(f"{method}() of model {model.name!r} has no batch to lower a step for.")
 
 
-def _check_scope(model: Any, method: str, phase: Phase, strategy: Strategy) -> None:
+def _check_scope(model: Any, method: str, phase: Phase, strategy: AnyStrategy) -> None:
     """Raises for a model whose loop would be Keras's own, because that loop would run and not be lowered."""
-    if context.owners.get(id(model)) is None and not is_replica_style(model, phase):
+    if context.owner_of(model) is None and not is_replica_style(model, phase):
         raise KerasScopeError(
             f"Cannot lower a step of {method}() of model {model.name!r}, which was made outside the scope of "
             f"{strategy!r}: Keras trains it on one device. Make it inside:\n"

@@ -1,17 +1,17 @@
 """Replica functions for steps: those in TensorFlow's style, ``train_step(self, data)``, and Keras's own in terms of
 variables.
 
-A replica sees its own rows; ``losses.py`` defines its losses. Steps run with ``strategy.run`` in this process, or on
-the workers of parameter servers (``server_steps.py``).
+A replica sees its own rows; ``losses.py`` defines its losses. Steps run with ``strategy.run``.
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -21,22 +21,22 @@ import numpy as np
 from replicax._src.devices.autoshard import rows_of_global_batch
 from replicax._src.devices.split import split_sizes
 from replicax._src.devices.topology import Topology
-from replicax._src.errors import InvalidArgumentError
 from replicax._src.input.sources import LocalRows
-from replicax._src.keras import metric_results
-from replicax._src.keras.capture import accessor
+from replicax._src.keras import internals, metric_results
 from replicax._src.keras.compiled_loss import count_loss
+from replicax._src.keras.fit_call import FitCall
 from replicax._src.keras.losses import in_replica_step, own_compute_loss_gathered
-from replicax._src.keras.steps import Phase, State, StepFunction, joined
-from replicax._src.lowering.batch import Batch
-from replicax._src.options import RunOptions
-from replicax._src.strategies.datasets import BatchPlacer
+from replicax._src.keras.overriding import overridden
+from replicax._src.keras.phases import Phase
+from replicax._src.keras.step_functions import State, StepFunction, joined
+from replicax._src.keras.variable_capture import accessor
+from replicax._src.lowering.batch import DatasetBatch
+from replicax._src.strategies.data_placement import BatchPlacer
+from replicax._src.strategies.strategy import Strategy
 from replicax._src.tracing.tape import GradientTape
-from replicax._src.values import PerReplica, is_value
-
-if TYPE_CHECKING:
-    from replicax._src.keras.server_steps import WorkerSteps
-    from replicax._src.strategies.strategy import Strategy
+from replicax._src.values.distributed import PerReplica, is_value
+from replicax._src.vocabulary.errors import InvalidArgumentError
+from replicax._src.vocabulary.options import RunOptions
 
 
 def is_replica_style(model: Any, phase: Phase) -> bool:
@@ -81,15 +81,24 @@ class ReplicaStep:
             self.metrics = metric_results.metrics_of(result, results)
             return result
 
-        self.function = named(step, name)
+        self.function = self.named(step)
 
-    def run(self, data: Any, sizes: Any, mean: Callable[[Any, Any], Any], options: Any = None) -> Any:
+    def named(self, function: Any) -> Any:
+        """Gives a function the display name of the step, and returns it."""
+        function.__name__ = function.__qualname__ = self.name
+        # Retraces of another model's step must not count towards a warning about this step.
+        function.replicax_family = object()
+        return function
+
+    def run(
+        self, data: Any, sizes: Any, mean: Callable[[Any, Any], Any] | None = None, options: Any = None
+    ) -> Any:
         """Runs the step on all replicas.
 
         Args:
           data: The part of the batch of each replica.
           sizes: [R] the number of rows of each replica.
-          mean: ``weighted_mean``.
+          mean: A compiled ``weighted_mean``; None for itself.
           options: The options of ``strategy.run``.
 
         Returns:
@@ -100,39 +109,32 @@ class ReplicaStep:
             result = strategy.run(self.function, args=(data,), options=options)
         if self.phase.is_predict:
             return result if strategy.num_replicas_in_sync == 1 else strategy.gather(result, axis=0)
-        return of_all_rows(result, sizes, mean)
+        return of_all_rows(result, sizes, mean or weighted_mean)
 
 
-def named(function: Any, name: str) -> Any:
-    """Gives the function a display name and returns it."""
-    function.__name__ = function.__qualname__ = name
-    # Retraces of another model's step must not count towards a warning about this step.
-    function.replicax_family = object()
-    return function
-
-
-@final
-class ReplicaStepFunction(StepFunction):
-    """Runs a step as a replica function. Replica functions find the state in the variables.
+@contextlib.contextmanager
+def state_elsewhere(model: Any, sync: Callable[[], None]) -> Iterator[None]:
+    """Makes Keras's loops find an empty state of a model, because it is kept elsewhere.
 
     Args:
-      make_workers: Makes the runner of steps on the workers of parameter servers. With None they run in this process.
+      model: The model.
+      sync: Called when Keras asks for the state that the loop has reached.
     """
+    with overridden(model, **{internals.GET_STATE: _empty_state, internals.SYNC: sync}):
+        yield
 
-    def __init__(
-        self,
-        model: Any,
-        phase: Phase,
-        strategy: Strategy,
-        make_workers: Callable[[ReplicaStep, Any], WorkerSteps] | None = None,
-    ):
+
+def _empty_state(purge_model_variables: bool = False, **groups: bool) -> tuple[list[Any], ...]:
+    del purge_model_variables
+    return tuple([] for is_wanted in groups.values() if is_wanted)
+
+
+class ReplicaStyleFunction(StepFunction):
+    """Runs a step as a replica function. Replica functions find the state in the variables."""
+
+    def __init__(self, model: Any, phase: Phase, strategy: Strategy):
         super().__init__(model, phase, strategy)
         self._step = ReplicaStep(model, phase, strategy, self.name)
-        self._workers = None if make_workers is None else make_workers(self._step, strategy)
-        self._placer = BatchPlacer(strategy.topology)
-        self._weighted_mean = strategy.topology.compile(
-            weighted_mean, f"{self.name}, mean over rows", out_shardings=strategy.topology.replicated
-        )
 
     @property
     def replica_step(self) -> Callable[[Any], Any]:
@@ -143,27 +145,45 @@ class ReplicaStepFunction(StepFunction):
         for group, variables in zip(state, self.phase.variables_of(self.model), strict=True):
             values = list(group)
             accessor.set(variables[: len(values)], values)
-        workers = self._workers
-        run = self._run if workers is None else workers.run
-        outputs = [run(batch) for batch in self._take(iterator, is_kept=True)]
+        outputs = [self._run(batch) for batch in self._take(iterator, is_kept=True)]
         if not outputs:
             raise StopIteration
         # The returned state is empty. The variables hold the state; if Keras held it too, each step would copy it.
         empty = tuple([] for _ in state)
         self._note_logs(outputs[-1], len(outputs))
-        if not self.phase.is_predict:
-            return outputs[-1], empty
-        return (joined(outputs) if workers is None else workers.joined(outputs)), empty
+        return self._joined(outputs) if self.phase.is_predict else outputs[-1], empty
+
+    @abc.abstractmethod
+    def _run(self, batch: DatasetBatch) -> Any:
+        """Runs the step on a batch. Returns the logs or the predictions."""
+
+    @abc.abstractmethod
+    def _joined(self, outputs: Sequence[Any]) -> Any:
+        """Returns the predictions of several batches as those for one."""
 
     def _standardised(self, data: Any) -> Any:
         return without_nones(data)
 
-    def _around(self, given: Mapping[str, Any], *, is_loop: bool) -> contextlib.AbstractContextManager[None]:
-        if self._workers is None:  # the variables keep their values during the loop
-            return contextlib.nullcontext()
-        return self._workers.in_call(given, is_loop=is_loop)
 
-    def _run(self, batch: Batch) -> Any:
+@final
+class ReplicaStepFunction(ReplicaStyleFunction):
+    """Runs the steps with ``strategy.run`` in this process."""
+
+    def __init__(self, model: Any, phase: Phase, strategy: Strategy):
+        super().__init__(model, phase, strategy)
+        self._placer = BatchPlacer(strategy.topology)
+        self._weighted_mean = strategy.topology.compile(
+            weighted_mean, f"{self.name}, mean over rows", out_shardings=strategy.topology.replicated
+        )
+
+    def _joined(self, outputs: Sequence[Any]) -> Any:
+        return joined(outputs)
+
+    def _around(self, call: FitCall) -> contextlib.AbstractContextManager[None]:
+        del call
+        return contextlib.nullcontext()  # the variables keep their values during the loop
+
+    def _run(self, batch: DatasetBatch) -> Any:
         topology = self.strategy.topology
         rows = _rows_here(batch, topology)
         sizes = topology.put_whole(np.asarray(rows.all_sizes or rows.sizes, np.float32))
@@ -171,13 +191,12 @@ class ReplicaStepFunction(StepFunction):
         return self._step.run(self._placer.place(rows), sizes, self._weighted_mean, options)
 
 
-def _rows_here(batch: Batch, topology: Topology) -> LocalRows:
+def _rows_here(batch: DatasetBatch, topology: Topology) -> LocalRows:
     """Returns the rows of a batch for the replicas of this process."""
     if batch.worker_sizes is not None:
         here = topology.local_replicas
-        return LocalRows(
-            batch.leaves, batch.tree, batch.worker_sizes[here.start : here.stop], batch.worker_sizes
-        )
+        sizes = tuple(batch.worker_sizes[replica] for replica in here)
+        return LocalRows(batch.leaves, batch.tree, sizes, batch.worker_sizes)
     rows = rows_of_global_batch(batch.num_rows, topology.share)
     leaves = [leaf[rows.start : rows.stop] for leaf in batch.leaves]
     return LocalRows(leaves, batch.tree, rows.sizes, split_sizes(batch.num_rows, topology.num_replicas))

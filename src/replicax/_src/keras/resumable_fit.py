@@ -7,21 +7,21 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from replicax._src.checkpoint.errors import CheckpointError
 from replicax._src.checkpoint.manager import CheckpointManager
-from replicax._src.errors import InvalidArgumentError
 from replicax._src.keras import internals
-from replicax._src.keras.fit_progress import CallbackStates, DataOfFit, Progress, ReplayedSteps
+from replicax._src.keras.carried_callbacks import CarriedCallbacks
+from replicax._src.keras.fit_call import FitCall
+from replicax._src.keras.fit_progress import CallbackStates, DataOfFit, FitProgress, ReplayedSteps
 from replicax._src.keras.internals import accessor
-from replicax._src.keras.passes import LoopOfFit
+from replicax._src.keras.loop_position import LoopOfFit
+from replicax._src.preemption.guarded_steps import GuardedSteps
 from replicax._src.preemption.signals import can_watch
-from replicax._src.preemption.steps import GuardedSteps
 from replicax._src.preemption.termination import TerminationConfig
-
-if TYPE_CHECKING:
-    from replicax._src.strategies.strategy import Strategy
+from replicax._src.strategies.strategy import Strategy
+from replicax._src.vocabulary.errors import InvalidArgumentError
 
 log = logging.getLogger("replicax")
 
@@ -47,10 +47,9 @@ class ResumableFit:
     """A saving and resuming ``fit``. Its methods are called where a callback's are, after the other callbacks.
 
     Args:
-      model: The model, built, with its optimizer and metrics.
+      call: The call. Its model is built, with its optimizer and metrics.
       strategy: The model's strategy, if it has one.
       loop: Keras's loop.
-      given: The arguments of ``fit``, by name.
       others: The other callbacks.
       rules: When it saves.
       only_epochs: True if it can end only after an epoch, because workers run batches at the same time.
@@ -61,34 +60,38 @@ class ResumableFit:
 
     def __init__(
         self,
-        model: Any,
+        call: FitCall,
         strategy: Strategy | None,
         loop: LoopOfFit,
-        given: Mapping[str, Any],
         others: Sequence[Any],
         rules: SavingRules,
         *,
         only_epochs: bool,
-        progress: Progress,
+        progress: FitProgress,
         manager: CheckpointManager,
         num_epochs: int,
     ):
+        model = call.model
         self._model, self._manager, self._others = model, manager, others
         self._rules, self._only_epochs, self._loop = rules, only_epochs, loop
-        is_validated = given.get("validation_data") is not None or bool(given.get("validation_split"))
-        self._has_gaps = is_validated and given.get("validation_freq", 1) != 1
+        self._has_gaps = call.is_validated and call.validation_freq != 1
         self._num_epochs = num_epochs
         self._steps_per_call = max(1, int(model.steps_per_execution))
         self._progress = progress
-        self._data = DataOfFit(given.get("x"), loop, self._progress)
+        self._data = DataOfFit(call.x, loop, self._progress)
         self._saved_at: tuple[int, int, int] | None = None
         self._replay: ReplayedSteps | None = None
         self._is_to_resume = False
         # The variables and their values in the checkpoint, when it resumes in the middle of an epoch.
         self._restored: tuple[list[Any], list[Any]] = ([], [])
         self._initial_epoch = internals.initial_epoch(model)
+        self._states, self._carried = CallbackStates(others), CarriedCallbacks(others)
+        self._is_replacement = False
         self.restored_from = self._restore()
         self._guarded = self._guard(None if strategy is None else strategy.topology.peers)
+        manager.carry("callbacks", self._carried.take)
+        manager.carry("batches compared", lambda: getattr(model.train_function, "num_compared", None))
+        manager.carry("lengths", lambda: self._data.lengths)
 
     def _guard(self, peers: Any) -> GuardedSteps | None:
         """Watches for the end of the process, if this thread can."""
@@ -104,17 +107,24 @@ class ResumableFit:
     # --- resuming -------------------------------------------------------------------------------------------
 
     def _restore(self) -> str | None:
+        self._manager.keep_boundaries()  # the end of an earlier fit has closed it
         self._manager.checkpoint.fit = {
             "model": self._model,
             "metrics": list(self._model.metrics),
             "progress": self._progress,
             "data": self._data,
-            "callbacks": CallbackStates(self._others),
+            "callbacks": self._states,
         }
         path = self._manager.restore_or_initialize()
         if path is None:
             return None
         progress = self._progress
+        attributes = self._manager.carried("callbacks")
+        if attributes is not None:
+            self._is_replacement = True
+            self._carried.give(attributes)
+            self._carried.tell_of_left_out()
+        self._data.restore_random()
         self._is_to_resume = True
         self._saved_at = self._now
         if progress.batch:
@@ -126,13 +136,16 @@ class ResumableFit:
         # This follows Keras's BackupAndRestore.
         first = max(progress.epoch, self._num_epochs) if is_over else progress.epoch
         internals.set_initial_epoch(self._model, first)
-        if is_over:
+        if is_over and self._is_replacement:
+            log.info("The others have ended the training in %s; this replacement goes on behind it.", path)
+        elif is_over:
             log.warning(
                 "The training in %s has ended after %d epoch(s). To continue it, pass a larger `epochs`; for "
                 "a new training, use another directory.",
                 self._manager.directory,
                 progress.epoch,
             )
+        if is_over:
             return path
         log.info("Restored %s; resuming in epoch %d after batch %d.", path, progress.epoch, progress.batch)
         return path
@@ -159,10 +172,23 @@ class ResumableFit:
         # its rate.
         accessor.set(*self._restored)
         self._restored = [], []
+        if progress.batch:
+            self._forget_begin_of_epoch()
+        if (number := self._manager.carried("batches compared")) is not None:
+            self._model.train_function.num_compared = number
+        if (lengths := self._manager.carried("lengths")) is not None:
+            self._data.take_lengths(lengths)
         if num_taken:
             self._replay = ReplayedSteps(
                 self._model, self._loop, num_taken, progress, self._data, self._others
             )
+
+    def _forget_begin_of_epoch(self) -> None:
+        """Takes back what ``on_epoch_begin`` has changed in callbacks that were in the epoch before."""
+        self._states.set_again()
+        attributes = self._manager.carried("callbacks")
+        if attributes is not None:
+            self._carried.give(attributes)
 
     def _give_history(self) -> None:
         history = self._model.history
@@ -181,6 +207,8 @@ class ResumableFit:
         progress.num_batches += self._steps_per_call
         if every is not None and progress.num_batches // every > before // every:
             self._save()
+        else:
+            self._manager.mark_boundary()
         if self._guarded is not None and not self._only_epochs:
             self._guarded.end_and_save(self._save_now)
 
@@ -193,6 +221,8 @@ class ResumableFit:
         is_last = has_stopped or epoch + 1 >= self._num_epochs
         if self._rules.every is None or self._rules.monitor is not None or is_last:
             self._save(logs, check_interval=not is_last and self._rules.monitor is None)
+        else:
+            self._manager.mark_boundary()
         if self._guarded is not None and not is_last:
             self._guarded.end_and_save(self._save_now)
 
@@ -225,7 +255,7 @@ class ResumableFit:
             self._rules.termination.save_fn()
             return
         if self._saved_at != self._now:
-            self._manager.save(check_interval=False)
+            self._manager.save_alone(check_interval=False)
             self._saved_at = self._now
         self._manager.wait()
 

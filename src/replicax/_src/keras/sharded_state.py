@@ -14,19 +14,18 @@ import functools
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import keras
 import numpy as np
 
-from replicax._src import context, jax_compat
+from replicax._src.jax_internals import jax_compat
 from replicax._src.keras import internals
 from replicax._src.keras.overriding import overridden
+from replicax._src.scope import context
+from replicax._src.strategies.strategy import Strategy
 from replicax._src.tracing.optimizer_slots import note_optimizer_slot
 from replicax._src.variables.layouts import VariableLayouts, note_of_optimizer, sharded
-
-if TYPE_CHECKING:
-    from replicax._src.strategies.strategy import Strategy
 
 _Init = Callable[..., None]
 _Apply = Callable[[Any, Any, Any], tuple[Any, Any]]
@@ -60,7 +59,7 @@ def made_alone(is_alone: bool) -> contextlib.AbstractContextManager[None]:
     return overridden(making, is_alone=making.is_alone or is_alone)
 
 
-def of_optimizer(
+def mark_optimizer_variables(
     reference: Any = None, *, has_parts: bool = False
 ) -> contextlib.AbstractContextManager[None]:
     """Marks new variables as those of an optimizer. With a ``reference`` they belong to that variable of the model."""
@@ -190,7 +189,7 @@ class ShardedRead:
 
     def __init__(self, layouts: VariableLayouts, variables: Sequence[Any], shards: Sequence[Any]):
         self._layouts = layouts
-        self._of_updates = list(map(layouts.of_update, variables))
+        self._of_updates = list(map(layouts.update_layout, variables))
         self.values = [layouts.read(*pair) for pair in zip(shards, map(layouts.of, variables), strict=True)]
         """The full values, or values marked for a gather where they are needed."""
         self._shards = {id(value): shard for value, shard in zip(self.values, shards, strict=True)}

@@ -14,20 +14,19 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import jax
 import keras
 import numpy as np
 
-from replicax._src import context, jax_compat
 from replicax._src.devices.topology import Topology, digest
+from replicax._src.jax_internals import jax_compat
 from replicax._src.keras.overriding import overridden
+from replicax._src.scope import context
+from replicax._src.strategies.strategy import Strategy
 from replicax._src.tracing.bindings import added_up, is_stored_as_parts, sum_of_parts
 from replicax._src.variables.layouts import VariableLayouts
-
-if TYPE_CHECKING:
-    from replicax._src.strategies.strategy import Strategy
 
 _DONE = -1
 
@@ -153,7 +152,7 @@ def is_of_parts(variable: Any, value: Any) -> bool:
     """True for the parts that programs store for a variable whose value is their sum."""
     if not variable.has_parts or not isinstance(value, jax.Array) or isinstance(value, jax_compat.Tracer):
         return False
-    owner = context.owners.get(id(variable))  # none of a copy
+    owner = context.owner_of(variable)  # none of a copy
     is_stored_by_program = owner is None or value.sharding == owner.topology.per_replica
     return is_stored_as_parts(value, variable.shape) and is_stored_by_program
 
@@ -164,7 +163,7 @@ def in_shards(variable: Any, value: Any, stored: Any) -> Any:
     """
     if not is_needed or not isinstance(value, np.ndarray) or not is_sharded(stored):
         return value
-    reads = of(context.owners.get(id(variable)))
+    reads = of(context.owner_of(variable))
     if reads is None or value.shape != stored.shape:
         return value
     shards = reads.in_shards(variable.path, np.asarray(value, stored.dtype), stored.sharding)
@@ -181,11 +180,11 @@ def whole(variable: Any, held: Any) -> Any:
     if _here.takes_shards:
         return held
     if is_of_parts(variable, held):
-        owner = context.owners.get(id(variable))
+        owner = context.owner_of(variable)
         if owner is None and held.is_fully_addressable:
             return sum_of_parts(held)
-        return added_up(held, Topology.of_mesh(held.sharding.mesh) if owner is None else owner.topology)
+        return added_up(held, Topology.from_mesh(held.sharding.mesh) if owner is None else owner.topology)
     if not is_sharded(held) or not jax_compat.is_evaluating():
         return held
-    reads = of(context.owners.get(id(variable)))
+    reads = of(context.owner_of(variable))
     return held if reads is None else reads.whole(variable, held)

@@ -18,8 +18,8 @@ from replicax._src.checkpoint.directory import is_of_keras
 from replicax._src.checkpoint.errors import CheckpointNotFoundError, CorruptCheckpointError
 from replicax._src.checkpoint.polling import checkpoints_iterator
 from replicax._src.checkpoint.reader import load_checkpoint
-from replicax._src.errors import InvalidArgumentError
-from replicax._src.options import path_of
+from replicax._src.vocabulary.errors import InvalidArgumentError
+from replicax._src.vocabulary.options import path_of
 
 log = logging.getLogger("replicax")
 

@@ -16,13 +16,13 @@ import jax
 import keras
 import numpy as np
 
-from replicax._src import context
-from replicax._src.errors import InvalidArgumentError, UnsupportedError
-from replicax._src.framework import use_imported
-from replicax._src.options import path_of, whole_number
 from replicax._src.profiling.profile import profile
+from replicax._src.scope import context
 from replicax._src.summaries.events import check_installed
 from replicax._src.summaries.writer import SummaryWriter
+from replicax._src.values.framework import use_imported
+from replicax._src.vocabulary.errors import InvalidArgumentError, UnsupportedError
+from replicax._src.vocabulary.options import path_of, whole_number
 
 log = logging.getLogger("replicax")
 
@@ -33,7 +33,7 @@ class TensorBoard(keras.callbacks.Callback):
 
     There are two runs in ``log_dir``: ``train`` has ``epoch_<metric>`` and ``epoch_learning_rate``, ``validation`` has
     ``epoch_<metric>`` and ``evaluation_<metric>_vs_iterations``. It works under every strategy and without one. Give it
-    to ``fit`` or ``evaluate`` in all processes: the first one writes.
+    to ``fit`` or ``evaluate`` in all processes: the chief writes.
 
     Args:
       log_dir: The directory of the logs, created if needed.
@@ -110,7 +110,7 @@ class TensorBoard(keras.callbacks.Callback):
 
     def _writer(self, run: str) -> SummaryWriter:
         if run not in self._writers:
-            strategy = context.owners.get(id(self.model))
+            strategy = context.owner_of(self.model)
             self._writers[run] = SummaryWriter(os.path.join(self.log_dir, run), strategy=strategy)
         return self._writers[run]
 

@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from replicax._src import context, jax_compat
-from replicax._src.keras import capture as keras_capture
-from replicax._src.keras import internals, placed_variables, servers, sharded_state, shared_reads
-from replicax._src.keras.capture import outside_functions
+from replicax._src.jax_internals import jax_compat
+from replicax._src.keras import internals, placed_variables, sharded_state, shared_reads
+from replicax._src.keras import variable_capture as keras_capture
 from replicax._src.keras.internals import accessor
+from replicax._src.keras.keras_placement import placement_of, placement_of_scope
+from replicax._src.keras.variable_capture import outside_functions
+from replicax._src.scope import context
 from replicax._src.tracing.bindings import is_local
-from replicax._src.tracing.capture import current_capture, note_created, planning
-from replicax._src.variables.server_arrays import ServerArray
-from replicax._src.variables.server_placement import ServerPlacement
+from replicax._src.tracing.capture import current_capture, note_created
+from replicax._src.variables.remote_array import RemoteArray
 
 _Keras: Any = keras.Variable if TYPE_CHECKING else object
 
@@ -38,7 +39,8 @@ class PlacedVariable(_Keras):
 
     @functools.wraps(keras.Variable.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if current_capture() is None or planning.get():
+        capture = current_capture()
+        if capture is None or capture.is_for_plan:
             self._make(args, kwargs)
         else:  # a variable that a traced function creates gets its value at once
             with outside_functions():
@@ -47,16 +49,16 @@ class PlacedVariable(_Keras):
 
     def _make(self, args: Any, kwargs: Any) -> None:
         sharded_state.note_purpose(self)
-        placement = servers.placement_of_scope()
-        if placement is not None:
-            servers.make(_own_init, self, placement, args, kwargs)
-        else:
-            sharded_state.make(_own_init, self, args, kwargs)
+        placement = placement_of_scope()
+        placement.make(_own_init, self, args, kwargs)
+        if not jax_compat.is_staging():
+            placement.make_value(self)
         context.remember_owner(self)
-        layouts = getattr(_placement_of(self), "layouts", None)
+        owner = context.owner_of(self)
+        layouts = None if owner is None else owner.variable_placement.layouts
         if layouts is not None:
             layouts.note(self)
-        reads = shared_reads.of(context.owners.get(id(self)))
+        reads = shared_reads.of(owner)
         if reads is not None and not sharded_state.making.is_alone:
             reads.note(self)
         shared_reads.is_needed = shared_reads.is_needed or self.has_parts
@@ -68,13 +70,9 @@ class PlacedVariable(_Keras):
         """Gives the first value to a variable of a model that was built while Keras traced it."""
         if accessor.is_built(self):
             return
-        placement = _placement_of(self)
-        if isinstance(placement, ServerPlacement):
-            servers.keep(self, placement)
+        owner = context.owner_of(self)
+        if placement_of(owner).make_value(self) or keras_capture.is_planned():
             return
-        if planning.get():
-            return
-        owner = context.owners.get(id(self))
         with sharded_state.laid_out(owner, internals.initializer_of(self)) as initializer:
             internals.set_initializer(self, initializer)
             super()._deferred_initialize()
@@ -86,16 +84,19 @@ class PlacedVariable(_Keras):
     def value(self) -> Any:
         """The value, read from the servers or gathered from the processes if it is there."""
         capture, stored = current_capture(), internals.stored(self)
-        if capture is None and not isinstance(stored, ServerArray):
+        if capture is None and not isinstance(stored, RemoteArray):
             held = _own_value(self)
             return shared_reads.whole(self, held) if shared_reads.is_needed else held
         scope = internals.current_scope()
         value = None if scope is None else scope.get_current_value(self)
         if value is None and scope is not None:
             # A user's own scope does not map this variable, so its value is that of the trace, not a constant.
-            value = servers.stand_in(self) if capture is None else keras_capture.read(capture, self)
+            if capture is not None:
+                value = keras_capture.read(capture, self)
+            elif isinstance(stored, RemoteArray) and jax_compat.is_staging():
+                value = placement_of(context.owner_of(self)).stand_in(self)
         if value is None:
-            value = stored.read() if isinstance(stored, ServerArray) else stored
+            value = stored.read() if isinstance(stored, RemoteArray) else stored
         return _own_value(self) if value is None else internals.autocast(self, value)
 
     def assign(self, value: Any) -> Any:
@@ -107,7 +108,7 @@ class PlacedVariable(_Keras):
         if shared_reads.is_needed and current_capture() is None:
             value = shared_reads.in_shards(self, value, stored)
         result = super().assign(placed_variables.beside(self, value))
-        if isinstance(stored, ServerArray):
+        if isinstance(stored, RemoteArray):
             (assigned,) = accessor.get([self])
             if assigned is not stored:
                 accessor.set([self], [stored])
@@ -131,7 +132,7 @@ def value_of(variable: Any) -> Any:
 def _own_init(variable: Any, *args: Any, **kwargs: Any) -> None:
     init = super(PlacedVariable, variable).__init__
     initializer = args[0] if args else kwargs.get("initializer")
-    if not planning.get() or not (callable(initializer) or isinstance(initializer, str)):
+    if not keras_capture.is_planned() or not (callable(initializer) or isinstance(initializer, str)):
         init(*args, **kwargs)
         return
     with keras.StatelessScope(initialize_variables=False):  # a plan needs only shapes
@@ -140,7 +141,7 @@ def _own_init(variable: Any, *args: Any, **kwargs: Any) -> None:
 
 def _take_leaders_value(variable: Any) -> None:
     """Gives a new variable in several processes the value of the first process."""
-    strategy = context.owners.get(id(variable))
+    strategy = context.owner_of(variable)
     if strategy is None or strategy.topology.peers is None or sharded_state.making.is_alone:
         return
     if not accessor.is_built(variable):
@@ -150,8 +151,3 @@ def _take_leaders_value(variable: Any) -> None:
         if is_local(value):
             layout = strategy.bindings.layout_of(variable)
             accessor.set([variable], [strategy.topology.put_leaders(value, layout)])
-
-
-def _placement_of(variable: Any) -> Any:
-    """Returns the placement of the strategy in whose scope a variable was made; None outside of all scopes."""
-    return getattr(context.owners.get(id(variable)), "variable_placement", None)

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax._src import jax_compat
+from replicax._src.devices import memory
 from replicax._src.devices.topology import Topology
-from replicax._src.lowering import memory
-from replicax._src.narrowing import narrowed
-from replicax._src.tracing.row_partitioner.layout import RowSplit
+from replicax._src.jax_internals import jax_compat
+from replicax._src.tracing.row_partitioner.row_layouts import RowSplit
+from replicax._src.values.narrowing import narrowed
 
 _OF_KERAS = ("x", "y", "sample_weight")
 
@@ -40,7 +40,7 @@ class WorkerRows(np.ndarray):
 
 
 @final
-class Batch:
+class DatasetBatch:
     """One batch as it comes from a dataset, on the host or on devices.
 
     Attributes:
@@ -97,16 +97,16 @@ class BatchLayout:
       aval: The aval of the global array, without padding.
     """
 
-    def __init__(self, leaf: Any, batch: Batch, split: RowSplit, topology: Topology):
+    def __init__(self, leaf: Any, batch: DatasetBatch, split: RowSplit, topology: Topology):
         self._topology, self._split = topology, split
         self._is_whole_here = batch.worker_sizes is None
         shape = leaf.shape
         has_rows = bool(shape) and shape[0] == batch.num_rows
         if self._is_whole_here:
-            self.is_split = has_rows and batch.num_rows > 0 and topology.num_replicas > 1
+            self.is_split = has_rows and batch.num_rows > 0 and len(split.sizes) > 1
         else:
             self.is_split = has_rows
-        rows = split.largest * topology.num_replicas
+        rows = split.largest * len(split.sizes)
         self._shape = (split.num_rows, *shape[1:]) if self.is_split else shape
         self._padded = (rows, *shape[1:]) if self.is_split else shape
         self._dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
@@ -150,6 +150,28 @@ class BatchLayout:
             rows += [jnp.zeros_like(rows[0])] * (capacity - len(leaves))
             return jax_compat.put(jnp.stack(rows), sharding)
         return self._topology.put_parts((capacity, *self._padded), self._parts(leaves, capacity), sharding)
+
+    def rows_of(self, leaf: Any, replica: int) -> np.ndarray:
+        """Returns the part of a replica on the host, padded to the rows that every replica holds.
+
+        It shares the memory of ``leaf`` if nothing has to be changed. A process that has only the rows of some replicas
+        gives a ``leaf`` with the rows of this one.
+        """
+        array = np.asarray(leaf)
+        if not self.is_split:
+            return array.astype(self._dtype, copy=False)
+        start, size = self._split.starts[replica], self._split.sizes[replica]
+        rows = array[start : start + size] if self._is_whole_here else array
+        if size == self._split.largest:
+            return rows.astype(self._dtype, copy=False)
+        part = memory.empty((self._split.largest, *self._shape[1:]), self._dtype)
+        part[:size], part[size:] = rows, 0
+        return part
+
+    def described_rows(self) -> Any:
+        """Returns the shape and dtype of ``rows_of``."""
+        shape = (self._split.largest, *self._shape[1:]) if self.is_split else self._shape
+        return jax.ShapeDtypeStruct(shape, self._dtype)
 
     def _parts(self, leaves: Sequence[Any], capacity: int) -> list[np.ndarray]:
         """Returns each local replica's part of several batches, filled up with zeros: [capacity, ...]."""

@@ -11,35 +11,34 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax._src import context, jax_compat
 from replicax._src.collectives.in_replica import OneReplica
-from replicax._src.context import ReplicaContext
 from replicax._src.devices.topology import REPLICA_AXIS, Topology
-from replicax._src.errors import MixedStrategiesError, TraceError, UnsupportedError
-from replicax._src.framework import enter_modules, frameworks_in_use, use_imported
-from replicax._src.migrate import tensorflow_code
+from replicax._src.jax_internals import jax_compat
+from replicax._src.scope import context
+from replicax._src.scope.any_strategy import AnyStrategy, StrategyView
+from replicax._src.scope.context import ReplicaContext
 from replicax._src.tracing import key
 from replicax._src.tracing.arguments import Call
 from replicax._src.tracing.capture import created_again, current_capture, replaced_capture
 from replicax._src.tracing.eager_capture import NO_AXIS, EagerCapture, on_no_device
 from replicax._src.tracing.loss_counts import counting
-from replicax._src.user_code import user_line_of
-from replicax._src.values import DistributedValues, Mirrored, PerReplica, cut, is_value
-
-if TYPE_CHECKING:
-    from replicax._src.strategies.strategy import Strategy
+from replicax._src.user.listening import listener
+from replicax._src.user.user_code import user_line_of
+from replicax._src.values.distributed import DistributedValues, Mirrored, PerReplica, cut, is_value
+from replicax._src.values.framework import enter_modules, frameworks_in_use, use_imported
+from replicax._src.vocabulary.errors import MixedStrategiesError, TraceError, UnsupportedError
 
 log = logging.getLogger("replicax")
 
 
 def run_eagerly(
-    strategy: Strategy, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    strategy: AnyStrategy, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Runs ``fn`` once, on the rows of all replicas; see ``Strategy.run`` and ``RunOptions.eager``.
 
@@ -83,7 +82,7 @@ def _say_what_differs() -> None:
 
 
 def _run(
-    strategy: Strategy,
+    strategy: AnyStrategy,
     fn: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -94,21 +93,21 @@ def _run(
     call = Call(fn, args, kwargs, is_value, opens_modules=True)
     # Only the replicas differ from the strategy's own parts: variables that the function creates belong to all
     # replicas.
-    alone = dataclasses.replace(strategy.parts, topology=Topology.of(strategy.topology.devices[:1]))
+    topology = Topology.of(strategy.topology.devices[:1])
+    alone = StrategyView(strategy, dataclasses.replace(strategy.parts, topology=topology))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(jax.default_device(alone.topology.devices[0]))
+        stack.enter_context(jax.default_device(topology.devices[0]))
         opened = call.tree.unflatten([_argument(leaf, num_replicas) for leaf in call.leaves])
-        stack.enter_context(context.standing_in(strategy, alone))
         for framework in frameworks_in_use():
             stack.enter_context(framework.trace_scope(capture))
         stack.enter_context(replaced_capture(capture))
         stack.enter_context(counting())
         replica = ReplicaContext(strategy, None, OneReplica())
-        stack.enter_context(context.replica_context(strategy, replica))
+        stack.enter_context(context.replica_context(strategy, replica, alone))
         stack.enter_context(jax_compat.in_eager_mode(True))
         stack.enter_context(jax_compat.set_current_trace(capture.trace))
         stack.enter_context(_explained())
-        stack.enter_context(tensorflow_code.explained())
+        stack.enter_context(listener().user_code("eager"))
         (args, kwargs, cells), finish = enter_modules(opened, call.has_modules)
         returned = finish(key.with_cells(call.fn, cells)(*args, **kwargs))
 

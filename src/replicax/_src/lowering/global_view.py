@@ -11,7 +11,6 @@ all sums of a step travel together.
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, final
@@ -20,28 +19,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax._src import jax_compat
 from replicax._src.cluster.progress import batch_of_other_size, compiling
 from replicax._src.collectives.in_replica import Packing, packed_sum
 from replicax._src.devices.topology import Topology
+from replicax._src.jax_internals import jax_compat
 from replicax._src.lowering import whole_operations
-from replicax._src.lowering.batch import Batch, BatchLayout
+from replicax._src.lowering.batch import DatasetBatch
 from replicax._src.lowering.held_state import HeldState
 from replicax._src.lowering.row_lookups import exchange_rows_globally
-from replicax._src.lowering.spmd import in_flight, run_and_store
+from replicax._src.lowering.spmd import StatePrograms, in_flight, run_and_store
+from replicax._src.lowering.traced_step import Step, TracedStep
 from replicax._src.tracing import profile_names as names
 from replicax._src.tracing.bindings import is_stored_as_parts, parts_of, state_lock, sum_of_parts
-from replicax._src.tracing.chosen_devices import check_same_devices
 from replicax._src.tracing.equations import evaluated
-from replicax._src.tracing.explanations import explained
 from replicax._src.tracing.gathers import evaluate_gathering
 from replicax._src.tracing.markers import NUM_SCALARS, accumulate_p, accumulated
-from replicax._src.tracing.row_partitioner.layout import RowSplit
-from replicax._src.tracing.row_partitioner.plan import RowsPlan, split_by_rows
+from replicax._src.tracing.row_partitioner.row_layouts import RowSplit
+from replicax._src.tracing.row_partitioner.row_plan import RowsPlan, split_by_rows
 
 log = logging.getLogger("replicax")
-Step = Callable[[Any, Any], tuple[Any, Any]]
-"""Maps the state and a batch to the outputs and the new state, which has the structure of the state."""
 
 
 @final
@@ -52,17 +48,21 @@ class GlobalStep:
       step: The step, which is traced once for each form.
       name: The name of the step for messages.
       topology: The devices.
-      donates: True if programs overwrite the memory of the state that they change.
+      donates: True if programs may overwrite the memory of the state that they change.
       keeps_all: True to return the outputs of all steps of a call, not only of the last.
     """
 
     def __init__(self, step: Step, name: str, topology: Topology, *, donates: bool, keeps_all: bool):
         self._step, self._name, self._topology = step, name, topology
-        self._donates, self._keeps_all = donates, keeps_all
+        self._may_donate, self._keeps_all = donates, keeps_all
         self._programs: dict[Hashable, _Program] = {}
         self._last_rows = 0
 
-    def program(self, state: HeldState, batch: Batch, capacity: int) -> _Program:
+    @property
+    def _donates(self) -> bool:
+        return self._may_donate and StatePrograms.keeper() is None
+
+    def program(self, state: HeldState, batch: DatasetBatch, capacity: int) -> _Program:
         """Returns the program for batches like this one, and traces and compiles it if there is none yet.
 
         Args:
@@ -70,7 +70,7 @@ class GlobalStep:
           batch: One of the batches.
           capacity: The largest number of batches per call. More than 1 are stacked.
         """
-        form = _form(state, batch, capacity)
+        form = self._form(state, batch, capacity)
         program = self._programs.get(form)
         if program is None:
             program = _Program(
@@ -82,7 +82,11 @@ class GlobalStep:
         return program
 
     def run(
-        self, state: HeldState, batches: Sequence[Batch], capacity: int, prepare: Callable[[_Program], None]
+        self,
+        state: HeldState,
+        batches: Sequence[DatasetBatch],
+        capacity: int,
+        prepare: Callable[[_Program], None],
     ) -> list[Any]:
         """Runs the step on batches of one form: see ``_Program.__call__``.
 
@@ -90,7 +94,7 @@ class GlobalStep:
           capacity: See ``program``.
           prepare: A function to call with the program before it runs.
         """
-        form = _form(state, batches[0], capacity)
+        form = self._form(state, batches[0], capacity)
         program = self._programs.get(form)
         if program is not None:
             prepare(program)
@@ -101,6 +105,9 @@ class GlobalStep:
             program = self.program(state, batches[0], capacity)
             prepare(program)
             return program(state, batches)
+
+    def _form(self, state: HeldState, batch: DatasetBatch, capacity: int) -> Hashable:
+        return (batch.signature, capacity, state.form, self._donates, jax.config.read("jax_enable_x64"))
 
     @property
     def num_programs(self) -> int:
@@ -129,10 +136,6 @@ def _bind_with_parts(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     return accumulated(*operands[:NUM_SCALARS], *rows, total=total, is_conditional=False)
 
 
-def _form(state: HeldState, batch: Batch, capacity: int) -> Hashable:
-    return (batch.signature, capacity, state.form, jax.config.read("jax_enable_x64"))
-
-
 @final
 class _Program:
     """The compiled step for batches of one form.
@@ -146,7 +149,7 @@ class _Program:
         step: Step,
         name: str,
         state: HeldState,
-        batch: Batch,
+        batch: DatasetBatch,
         capacity: int,
         topology: Topology,
         donates: bool,
@@ -156,22 +159,14 @@ class _Program:
         self._topology, self._capacity, self._donates = topology, capacity, donates
         self._keeps_all = keeps_all and capacity > 1
         self._gives_rows = keeps_all
-        self._outputs_tree: Any = None
         self._counts: dict[int, jax.Array] = {}
         self._split = RowSplit(batch.sizes(topology.num_replicas))
-        self._layouts = [BatchLayout(leaf, batch, self._split, topology) for leaf in batch.leaves]
-        jaxpr, consts = self._trace(step, state, batch)
-        num_state, num_consts = len(state.values()), len(consts)
-        invars = jaxpr.invars[num_consts : num_consts + num_state]
-        new = jaxpr.outvars[:num_state]
-        self.written = [i for i, (old, var) in enumerate(zip(invars, new, strict=True)) if var is not old]
-        self._read = [i for i in range(num_state) if i not in set(self.written)]
-        # State that does not change need not be an output.
-        outs = [new[i] for i in self.written] + list(jaxpr.outvars[num_state:])
-        self._jaxpr = jax_compat.rebuild(jaxpr, outvars=outs)
-        # Two outputs may be one value and share one buffer, which cannot be donated twice.
-        self._repeated = [i for i, var in enumerate(outs[: len(self.written)]) if var in outs[:i]]
-        self._consts = topology.put_whole(list(consts))
+        traced = TracedStep(step, name, state, batch, self._split, topology)
+        self._layouts = traced.layouts
+        self._jaxpr, self._outputs_tree = traced.jaxpr, traced.outputs_tree
+        self.written, self._read, self._repeated = traced.written, traced.read, traced.repeated
+        num_consts, num_state = len(traced.consts), traced.num_state
+        self._consts = topology.put_whole(traced.consts)
         self._shardings = state.shardings
         self._parts = frozenset(state.parts)
         self._is_sharded = not self._parts and any(s != topology.replicated for s in self._shardings)
@@ -183,32 +178,6 @@ class _Program:
             self._consts = [*topology.put_whole(more), *self._consts]
         self._needs_token = topology.needs_token
         self._compiled = self._compile()
-
-    def _trace(self, step: Step, held: HeldState, batch: Batch) -> Any:
-        sizes = held.sizes
-
-        def flat(state: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
-            remaining = iter(state)
-            given = tuple([next(remaining) for _ in range(size)] for size in sizes)
-            outputs, new = step(given, batch.tree.unflatten(leaves))
-            outputs, self._outputs_tree = jax.tree_util.tree_flatten(outputs)
-            new = list(itertools.chain.from_iterable(new))
-            # A weakly typed value would cause a recompilation when it is the next input.
-            new = [
-                value if value is old else jax.lax.convert_element_type(value, old.dtype)
-                for value, old in zip(new, state, strict=True)
-            ]
-            return [*new, *map(jnp.asarray, outputs)]
-
-        avals = [
-            jax_compat.shaped(shape, value.dtype)
-            for shape, value in zip(held.shapes, held.values(), strict=True)
-        ]
-        batch_avals = [layout.aval for layout in self._layouts]
-        with explained("step"):
-            jaxpr, consts = jax_compat.trace(flat, (avals, batch_avals))
-        check_same_devices(jaxpr, self._topology, self._name)
-        return jaxpr, consts
 
     def _make_wrong_operations_whole(self) -> None:
         is_padded = any(layout.is_padded for layout in self._layouts)
@@ -351,7 +320,7 @@ class _Program:
         written, read = [values[i] for i in self.written], [values[i] for i in self._read]
         return self._compiled, [written, read, self._consts, [layout.described() for layout in self._layouts]]
 
-    def __call__(self, state: HeldState, batches: Sequence[Batch]) -> list[Any]:
+    def __call__(self, state: HeldState, batches: Sequence[DatasetBatch]) -> list[Any]:
         """Runs the step on each batch and leaves the new state in ``state``. Does not block.
 
         Returns:
@@ -361,13 +330,13 @@ class _Program:
             return [output for batch in batches for output in self._call(state, [batch])]
         return self._call(state, batches)
 
-    def _call(self, state: HeldState, batches: Sequence[Batch]) -> list[Any]:
+    def _call(self, state: HeldState, batches: Sequence[DatasetBatch]) -> list[Any]:
         if names.current is not None:
             with names.current.launch(self._name, self._topology):
                 return self._launch(state, batches)
         return self._launch(state, batches)
 
-    def _launch(self, state: HeldState, batches: Sequence[Batch]) -> list[Any]:
+    def _launch(self, state: HeldState, batches: Sequence[DatasetBatch]) -> list[Any]:
         columns = zip(*(batch.leaves for batch in batches), strict=True)
         if self._capacity == 1:
             leaves = [layout.put(column[0]) for layout, column in zip(self._layouts, columns, strict=True)]

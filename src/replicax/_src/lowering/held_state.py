@@ -9,13 +9,31 @@ from typing import Any, final
 
 import jax
 
-from replicax._src import jax_compat
 from replicax._src.devices.topology import Topology
+from replicax._src.jax_internals import jax_compat
 from replicax._src.tracing.bindings import as_parts, is_local, own_copy, own_copy_here
 from replicax._src.tracing.holders import held_elsewhere
 
 # Arrays that programs returned, by id. Nothing else holds their buffers.
 _made: weakref.WeakValueDictionary[int, jax.Array] = weakref.WeakValueDictionary()
+
+
+_all_held: weakref.WeakSet[HeldState] = weakref.WeakSet()
+
+
+def _is_made(value: Any) -> bool:
+    return _made.get(id(value)) is value
+
+
+def arrays_of_programs() -> set[int]:
+    """Returns the identities of the arrays that programs returned, which loops do not compare with other processes."""
+    owned = (id(value) for held in list(_all_held) for value in held._owned_values())
+    return {*_made.keys(), *owned}
+
+
+def note_of_program(value: jax.Array) -> None:
+    """Notes that a program of another process, which has given it, returned this array. Nothing else may hold it."""
+    _made[id(value)] = value
 
 
 @final
@@ -58,6 +76,7 @@ class HeldState:
         parts: Callable[[], Mapping[int, tuple[int, ...]]] = dict,
     ):
         self._topology, self._names, self._layouts, self._parts = topology, names, layouts, parts
+        _all_held.add(self)
         self._shardings: list[Any] | None = None
         self._groups: tuple[Values, ...] | None = None
         self._owned: set[int] = set()
@@ -147,14 +166,19 @@ class HeldState:
         for i, value in enumerate(values):
             if i in self._owned:
                 continue
-            is_ours = _made.get(id(value)) is value and value.sharding == shardings[i]
+            is_ours = _is_made(value) and value.sharding == shardings[i]
             is_unheld = i not in (held_beside_variable if variables[i] is value else held)
             if i in to_own and not (is_ours and is_unheld):
                 to_copy.append(i)
             elif not is_ours:
                 to_place.append(i)
         if self._topology.peers is not None:
-            self._agree(values, [i for i in to_copy + to_place if is_local(values[i])])
+            local = [i for i in to_copy + to_place if is_local(values[i]) and not _is_made(values[i])]
+            # Of a loop around this one, as that of `fit` around its validation.
+            of_programs = (
+                {id(value) for held in list(_all_held) for value in held._owned_values()} if local else ()
+            )
+            self._agree(values, [i for i in local if id(values[i]) not in of_programs])
             values = self.values()
             to_place = [i for i in to_place if values[i].sharding != shardings[i]]
         for sharding in dict.fromkeys(shardings):
@@ -165,13 +189,20 @@ class HeldState:
         self.store(wholes, [as_parts(values[i], self._topology) for i in wholes])
 
     def _agree(self, values: list[Any], positions: Sequence[int]) -> None:
-        names = self._names() if self._names else [f"array {i} of the state" for i in range(len(values))]
+        names = self.names
         copies = [own_copy_here(values[i]) for i in positions]
         for i, agreed in zip(
             positions, self._topology.put_agreed(copies, [names[i] for i in positions]), strict=True
         ):
             values[i] = agreed
         self.store(positions, [values[i] for i in positions])
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The names of the arrays in ``values()``, for messages."""
+        if self._names is not None:
+            return self._names()
+        return [f"array {i} of the state" for i in range(sum(self.sizes))]
 
     def values(self) -> list[Any]:
         """Returns all arrays, one group after the other."""
@@ -205,6 +236,8 @@ class HeldState:
         self._groups, self._owned = None, set()
 
     def _remember_owned(self) -> None:
-        if self._owned:
-            values = self.values()
-            _made.update((id(values[i]), values[i]) for i in self._owned if isinstance(values[i], jax.Array))
+        _made.update((id(value), value) for value in self._owned_values())
+
+    def _owned_values(self) -> list[jax.Array]:
+        values = self.values() if self._owned else []
+        return [values[i] for i in self._owned if isinstance(values[i], jax.Array)]

@@ -22,9 +22,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax._src import jax_compat
-from replicax._src.devices.specs import dim_of
+from replicax._src.devices.sharding_specs import dim_of
 from replicax._src.devices.topology import REPLICA_AXIS, SHARD_AXIS
+from replicax._src.jax_internals import jax_compat
 from replicax._src.tracing.equations import called, evaluated, has_any
 from replicax._src.tracing.gathers import is_large, sharded_read_p
 from replicax._src.tracing.markers import rows_p

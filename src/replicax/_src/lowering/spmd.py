@@ -13,22 +13,23 @@ import logging
 import operator
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, final
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from replicax._src import jax_compat
+from replicax._src.cluster.counters import counters
 from replicax._src.collectives.in_replica import Packing, packed_sum
-from replicax._src.devices.topology import REPLICA_AXIS, Topology, cpu_pool_is_large
-from replicax._src.errors import NotFiniteError
-from replicax._src.lowering.rounds import in_rounds
+from replicax._src.devices.jax_backend import cpu_pool_is_large
+from replicax._src.devices.topology import REPLICA_AXIS, Topology
+from replicax._src.jax_internals import jax_compat
+from replicax._src.lowering.combined_sums import in_rounds
 from replicax._src.lowering.row_lookups import ExchangedProgram, exchange_rows
 from replicax._src.lowering.uneven import UnevenEvaluator
 from replicax._src.lowering.uneven_gathers import evaluate_uneven_gathering
 from replicax._src.lowering.whole_operations import make_whole
-from replicax._src.status.counters import counters
+from replicax._src.scope.any_placement import Placement
 from replicax._src.tracing import profile_names as names
 from replicax._src.tracing.bindings import (
     Binding,
@@ -39,15 +40,15 @@ from replicax._src.tracing.bindings import (
     spread_sum,
     state_lock,
 )
-from replicax._src.tracing.explanations import called_in_trace
 from replicax._src.tracing.gathers import Sharded, evaluate_gathering
 from replicax._src.tracing.holders import held_elsewhere
+from replicax._src.tracing.outer_trace import called_in_trace
 from replicax._src.tracing.passes import compare_sizes
 from replicax._src.tracing.program import ReplicaProgram
 from replicax._src.tracing.replication import has_backward_pass
-from replicax._src.tracing.updates import Updates, cut_before_updates
+from replicax._src.tracing.update_phase import Updates, cut_before_updates
 from replicax._src.variables.layouts import VariableLayouts, is_of_optimizer, sharded
-from replicax._src.variables.placement import VariablePlacement
+from replicax._src.vocabulary.errors import NotFiniteError
 
 log = logging.getLogger("replicax")
 _WHOLE = PartitionSpec()
@@ -198,7 +199,7 @@ class BindingGroup:
 
     _last: ClassVar[weakref.ref[BindingGroup] | None] = None  # weak, because programs may be deleted
 
-    def __init__(self, bindings: Sequence[Binding], placement: VariablePlacement):
+    def __init__(self, bindings: Sequence[Binding], placement: Placement):
         kinds = {id(accessor): n for n, accessor in enumerate(dict.fromkeys(s.accessor for s in bindings))}
         self.bindings = sorted(bindings, key=lambda s: kinds[id(s.accessor)])
         self._topology = placement.topology
@@ -210,13 +211,13 @@ class BindingGroup:
         self._reference: weakref.ref[BindingGroup] = weakref.ref(self)
 
     @classmethod
-    def tell_bindings(cls, but: BindingGroup | None = None) -> None:
+    def update_bindings(cls, but: BindingGroup | None = None) -> None:
         """Updates all bindings with the values that were written last, except those of the group ``but``."""
         last = None if BindingGroup._last is None else BindingGroup._last()
         if last is not None and last is not but:
-            last._tell_bindings()
+            last._update_bindings()
 
-    def _tell_bindings(self) -> None:
+    def _update_bindings(self) -> None:
         if self._written is not None:
             for binding, value in zip(self.bindings, self._written, strict=True):
                 if binding.sync_policy is not SyncPolicy.SUMMED:  # their bindings are up to date
@@ -232,7 +233,7 @@ class BindingGroup:
             return self._fetch(values)
         known = map(_placed, self.bindings) if self._written is None else self._written
         if not all(map(operator.is_, values, known)):
-            self._tell_bindings()
+            self._update_bindings()
             for i, binding in enumerate(self.bindings):
                 if binding.placed is not values[i]:
                     adopt(binding, values[i], self._topology)
@@ -287,7 +288,7 @@ class BindingGroup:
             remaining = iter(shown)
             for accessor, group in zip(self._accessors, self._holders, strict=True):
                 accessor.set(group, [next(remaining) for _ in group])
-        BindingGroup.tell_bindings(but=self)  # another thread's program may have stored meanwhile
+        BindingGroup.update_bindings(but=self)  # another thread's program may have stored meanwhile
         if self._written is None:
             for binding in self.bindings:  # otherwise the earlier arrays would stay alive
                 if binding.sync_policy is not SyncPolicy.SUMMED:
@@ -349,7 +350,7 @@ class ProgramState:
         self,
         bindings: Sequence[Binding],
         written: Sequence[Binding],
-        placement: VariablePlacement,
+        placement: Placement,
         name: str = "",
     ):
         self._name, self._topology = name, placement.topology
@@ -364,7 +365,7 @@ class ProgramState:
 
     def load(self, *, for_donation: bool) -> tuple[list[Any], list[Any]]:
         """Returns the values of the written and of the read group."""
-        BindingGroup.tell_bindings(but=self.written)
+        BindingGroup.update_bindings(but=self.written)
         written = self.written.load(for_donation=for_donation)
         return written, self.read.load(for_donation=False) if self.read.bindings else []
 
@@ -454,7 +455,7 @@ def followed_by_updates(
         state = [[values[id(s)] for s in group.bindings] for group in (before.written, before.read)]
         early, sums, outs, token = placed(*state, *others)
         num_outs = len(outs) - updates.num_handed
-        pieces = [sharded(values[id(s)], layouts.of_update(s.variable)) for s in updates.read]
+        pieces = [sharded(values[id(s)], layouts.update_layout(s.variable)) for s in updates.read]
         late = jax_compat.eval_jaxpr(updates.jaxpr, [*pieces, *outs[num_outs:]])
         values.update((id(s), v) for s, v in zip(before.written.bindings, early, strict=True))
         values.update((id(s), v) for s, v in zip(updates.written, late, strict=True))
@@ -481,6 +482,69 @@ def _trains(program: ReplicaProgram, written: Sequence[Binding]) -> bool:
     )
 
 
+class StateKeeper(Protocol):
+    """Keeps references to the arrays of the state between two runs."""
+
+    def note_training_step(self) -> None:
+        """Called before each program that trains.
+
+        Raises:
+          ReplicaxError: The program must not continue without the state being kept.
+        """
+        ...
+
+
+@final
+class StatePrograms:
+    """One program in two forms: it overwrites the memory of the state that it is given, or leaves it unchanged.
+
+    Args:
+      compile_program: Compiles the form that donates the state, or the other one.
+      donates: True if the program may own the state at all.
+    """
+
+    # Of all programs of the process: what is kept may belong to any strategy. Weak, because a manager may be dropped.
+    _keeper: ClassVar[weakref.ref[StateKeeper] | None] = None
+
+    @classmethod
+    def keep(cls, keeper: StateKeeper) -> None:
+        """Makes all programs leave old state unchanged, until the keeper lets it go or does not exist anymore."""
+        cls._keeper = weakref.ref(keeper)
+
+    @classmethod
+    def let_go(cls, keeper: StateKeeper) -> None:
+        """Ends ``keep``. May be called twice."""
+        if cls.keeper() is keeper:
+            cls._keeper = None
+
+    @classmethod
+    def keeper(cls) -> StateKeeper | None:
+        """Returns the keeper of the state; None if programs may overwrite it."""
+        return None if cls._keeper is None else cls._keeper()
+
+    @classmethod
+    def note_training_step(cls) -> None:
+        """Tells the keeper that a program trains next.
+
+        Raises:
+          ReplicaxError: The program must not continue without the state being kept.
+        """
+        keeper = cls.keeper()
+        if keeper is not None:
+            keeper.note_training_step()
+
+    def __init__(self, compile_program: Callable[[bool], Any], donates: bool):
+        self._compile, self._donates = compile_program, donates
+        self._forms: dict[bool, Any] = {}
+
+    def form(self) -> tuple[Any, bool]:
+        """Returns the form to run now, and True if it owns the state."""
+        donates = self._donates and self.keeper() is None
+        if donates not in self._forms:
+            self._forms[donates] = self._compile(donates)
+        return self._forms[donates], donates
+
+
 class Launcher:
     """A compiled program with the state that it reads and writes.
 
@@ -497,7 +561,7 @@ class Launcher:
         self,
         program: ReplicaProgram,
         name: str,
-        placement: VariablePlacement,
+        placement: Placement,
         is_row: Sequence[bool],
         donated: Sequence[bool],
         rows_of_replica: Sequence[int] | None = None,
@@ -514,7 +578,7 @@ class Launcher:
         self._donated_args = list(donated)
         self._donates_args = any(donated)
         self.check = check
-        self._donates = not program.has_callbacks and check is None
+        donates = not program.has_callbacks and check is None
         written = [program.bindings[i] for i in program.written]
         self.state = ProgramState(program.bindings, written, placement, name)
         if placement.layouts is not None and _trains(program, written):
@@ -530,16 +594,25 @@ class Launcher:
             self.placed = self._place(exchanged, self.state, rows_of_replica)
         else:
             self.placed = self._place_cut(*cut, placement, rows_of_replica)
-        donate = ((0,) if self._donates else ()) + ((3,) if any(self._donated_args) else ())
-        self.compiled = topology.compile(
-            self.placed,
-            name,
-            has_one_form=True,
-            donate_argnums=donate,
-            compiler_options=compiler_options,
-            # Without this the compiler would choose the sharding of the results.
-            out_shardings=self._shardings_of_results() if is_sharded else None,
-        )
+
+        def compile_program(donates: bool) -> Any:
+            return topology.compile(
+                self.placed,
+                name,
+                has_one_form=True,
+                donate_argnums=((0,) if donates else ()) + ((3,) if any(self._donated_args) else ()),
+                compiler_options=compiler_options,
+                # Without this the compiler would choose the sharding of the results.
+                out_shardings=self._shardings_of_results() if is_sharded else None,
+            )
+
+        self._programs = StatePrograms(compile_program, donates)
+        self._is_training = any(binding.variable.trainable for binding in written)
+
+    @property
+    def compiled(self) -> Any:
+        """The compiled program."""
+        return self._programs.form()[0]
 
     @property
     def state_bindings(self) -> tuple[list[Binding], list[Binding]]:
@@ -559,7 +632,7 @@ class Launcher:
         self,
         before: ReplicaProgram,
         updates: Updates,
-        placement: VariablePlacement,
+        placement: Placement,
         rows: Sequence[int] | None,
     ) -> Callable[..., Any]:
         """Returns the program of ``_place``, with its updates after the ``shard_map``, on the devices' shards."""
@@ -599,7 +672,7 @@ class Launcher:
 
         def component(binding: Binding, value: Any, layouts: Any = layouts) -> Any:
             if is_late[id(binding)] and id(binding) not in exchanged.tables:
-                return layouts.of_row(value[0], binding.shape, binding.layout)
+                return layouts.sharded_from_row(value[0], binding.shape, binding.layout)
             return value[0] if binding.sync_policy.is_per_replica or is_late[id(binding)] else value
 
         def on_device(written, read, consts, given_args, kept_args):
@@ -689,7 +762,10 @@ class Launcher:
         given, kept = self._split(args) if self._donates_args else ([], args)
 
         check = None if self.check is None else self._check_last
-        return self.state.run(self.compiled, (self.consts, given, kept), self._donates, check)
+        if self._is_training:
+            StatePrograms.note_training_step()
+        compiled, donates = self._programs.form()
+        return self.state.run(compiled, (self.consts, given, kept), donates, check)
 
     def _check_last(self, outs: list[Any]) -> None:
         assert self.check is not None

@@ -15,16 +15,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from replicax._src import jax_compat
 from replicax._src.devices.topology import REPLICA_AXIS
-from replicax._src.errors import StructureError
+from replicax._src.jax_internals import jax_compat
 from replicax._src.tracing.equations import called, evaluated, inner_jaxprs, is_variable, variables
 from replicax._src.tracing.gathers import Sharded, evaluate_gathering
 from replicax._src.tracing.passes import check_equal_counts
 from replicax._src.tracing.program import ReplicaProgram, Variant, is_print
 from replicax._src.tracing.replication import is_call, meets
 from replicax._src.tracing.value_numbering import number_params, number_variant
-from replicax._src.values import cut, largest_shape, pad
+from replicax._src.values.distributed import cut, largest_shape, pad
+from replicax._src.vocabulary.errors import StructureError
 
 
 class UnevenEvaluator:

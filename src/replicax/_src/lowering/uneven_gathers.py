@@ -14,15 +14,15 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from replicax._src import jax_compat
 from replicax._src.devices.topology import REPLICA_AXIS
-from replicax._src.errors import StructureError
+from replicax._src.jax_internals import jax_compat
 from replicax._src.lowering.uneven import UnevenEvaluator
 from replicax._src.tracing.equations import inner_jaxprs, walked
 from replicax._src.tracing.gathers import Sharded, evaluate_gathering
 from replicax._src.tracing.program import ReplicaProgram, Variant, shows_how_often
 from replicax._src.tracing.replication import has_replica_collective, meets
 from replicax._src.tracing.value_numbering import number_constant, number_params
+from replicax._src.vocabulary.errors import StructureError
 
 
 def evaluate_uneven_gathering(

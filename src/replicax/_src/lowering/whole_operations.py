@@ -31,9 +31,9 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, PartitionSpec
 
-from replicax._src import jax_compat
-from replicax._src.devices.specs import Axes, axes_of, spec_of, without
+from replicax._src.devices.sharding_specs import Axes, axes_of, spec_of, without
 from replicax._src.devices.topology import REPLICA_AXIS, SHARD_AXIS, Topology
+from replicax._src.jax_internals import jax_compat
 from replicax._src.tracing.equations import equations, equations_in, evaluated
 from replicax._src.tracing.markers import logical_p, replicated_p
 from replicax._src.tracing.program import ReplicaProgram, Variant, is_print

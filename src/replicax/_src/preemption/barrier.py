@@ -8,7 +8,7 @@ from typing import Any, final
 
 from replicax._src.cluster.peers import Peers
 from replicax._src.cluster.save_points import AtPoint, SavePoints
-from replicax._src.cluster.save_rounds import SaveRounds
+from replicax._src.control.save_rounds import SaveRounds
 from replicax._src.drawing.text import printable
 
 _LOOK_S = 0.05
@@ -30,7 +30,7 @@ class PreemptionBarrier:
         self._points = SavePoints()
         self._changed = threading.Condition()
         self._own_controller = SaveRounds(1) if peers is None else None
-        self._end_hearing = None if peers is None else peers.hear_of_saving(self._hear)
+        self._end_hearing = None if peers is None else peers.listen_for_saving(self._hear)
         self._tell({"kind": "watching"})
 
     def signal(self, text: str, *, is_final: bool) -> None:
@@ -52,12 +52,16 @@ class PreemptionBarrier:
         Raises:
           ClusterFailureError: Another task is gone.
         """
-        with self._changed:
-            while (found := self._points.begin()) is AtPoint.WAIT:
-                if self._peers is not None:
-                    self._peers.check()
-                self._changed.wait(_LOOK_S)
-            return found is AtPoint.RUN
+        while True:
+            with self._changed:
+                found = self._points.begin(self._date)
+                if found is AtPoint.WAIT:
+                    self._changed.wait(_LOOK_S)
+            if found is not AtPoint.WAIT:
+                return found is AtPoint.RUN
+            if self._peers is not None:
+                self._peers.check()
+                self._peers.serve()
 
     def count_step(self) -> None:
         """Counts one more step that every task runs before it saves."""
@@ -75,6 +79,10 @@ class PreemptionBarrier:
             message = self._points.save()
         self._tell(message)
 
+    @property
+    def _date(self) -> int:
+        return 0 if self._peers is None else self._peers.moment().date
+
     def close(self) -> None:
         """Leaves the barrier: the other tasks no longer wait for this one."""
         if self._end_hearing is not None:
@@ -83,7 +91,7 @@ class PreemptionBarrier:
 
     def _tell(self, message: Message) -> None:
         if self._peers is not None:
-            self._peers.tell_of_saving(message)
+            self._peers.send_about_saving(message)
         elif self._own_controller is not None:
             with self._changed:
                 outbox = self._own_controller.receive(0, message)
@@ -97,6 +105,6 @@ class PreemptionBarrier:
             self._on_preempted(message["member"], printable(message["text"]))
             return None
         with self._changed:
-            answer = self._points.receive(message)
+            answer = self._points.receive(message, self._date)
             self._changed.notify_all()
             return answer

@@ -7,17 +7,17 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
-from replicax._src import program_guard
 from replicax._src.checkpoint.checkpoint import Checkpoint
 from replicax._src.checkpoint.manager import CheckpointManager
 from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.peers import Peers, joined_peers
 from replicax._src.cluster.resolver import ClusterResolver
-from replicax._src.errors import ContextError, InvalidArgumentError
-from replicax._src.parameter_servers.coordinator.cluster_coordinator import coordinators_at_work
-from replicax._src.preemption.steps import GuardedSteps
+from replicax._src.preemption import unfinished
+from replicax._src.preemption.guarded_steps import GuardedSteps
 from replicax._src.preemption.termination import TerminationConfig
+from replicax._src.scope import program_guard
 from replicax._src.tracing.capture import current_capture
+from replicax._src.vocabulary.errors import ContextError, InvalidArgumentError
 
 
 @final
@@ -115,6 +115,7 @@ class PreemptionCheckpointHandler:
         with self._step():
             result = distributed_train_function(*args, **kwargs)
             self._num_calls += 1
+        self._mark()
         return result
 
     def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
@@ -129,6 +130,7 @@ class PreemptionCheckpointHandler:
         It raises the same errors as ``run``.
         """
         self._num_calls += 1
+        self._mark()
         self._steps.end_and_save(lambda: self._write(*args, **kwargs))
 
     @contextlib.contextmanager
@@ -181,20 +183,26 @@ class PreemptionCheckpointHandler:
         with self._step():
             yield
             self._saved_at = None
+        self._mark()
+
+    def _mark(self) -> None:
+        """Marks a boundary, at which the manager keeps the state (``save_on_failure``) or admits replacements."""
+        if self._manager.has_boundaries:
+            self._manager.checkpoint.checkpointed_runs = self._num_calls
+            self._manager.mark_boundary()
 
     def _save(self) -> None:
         self._steps.save(self._write)
 
     def _write(self, *args: Any, **kwargs: Any) -> None:
-        for coordinator in coordinators_at_work():
-            coordinator.join()
+        unfinished.join_all()
         if self._save_fn is not None:
             self._save_fn(*args, **kwargs)
         elif self._saved_at != self._num_calls:
             self._manager.checkpoint.checkpointed_runs = self._num_calls
             if len(args) < 2:  # otherwise the caller has chosen
                 kwargs.setdefault("check_interval", False)
-            self._manager.save(*args, **kwargs)
+            self._manager.save_alone(*args, **kwargs)
             self._manager.wait()
         self._saved_at = self._num_calls
 
@@ -213,9 +221,7 @@ class PreemptionCheckpointHandler:
             "preemption: run calls", num_calls, "to make a PreemptionCheckpointHandler"
         )
         if len(set(of_all)) > 1:
-            restored = ", ".join(
-                f"{calls} on {name}" for name, calls in zip(self._peers.names, of_all, strict=True)
-            )
+            restored = ", ".join(f"{calls} on {name}" for name, calls in of_all.named())
             raise InvalidArgumentError(
                 f"The tasks restored different numbers of run calls: {restored}. All tasks must share the directory "
                 f"{self._manager.directory!r}."

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, final
 
-from replicax._src.errors import ContextError
+from replicax._src.vocabulary.errors import ContextError
 
 log = logging.getLogger("replicax")
 _FROM_HANDLER = 0  # no signal has this number

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn, final
 
-from replicax._src.errors import InvalidArgumentError
+from replicax._src.vocabulary.errors import InvalidArgumentError
 
 PREEMPTED_EXIT_CODE: Final = 42
 """The exit code of a preempted task that has saved. ``replicax launch`` restarts it and does not count a failure."""

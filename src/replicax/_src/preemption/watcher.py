@@ -75,7 +75,7 @@ class _Seen:
         self.text: str | None = None
         self.is_of_other = False
         self._peers, self._lock = peers, threading.Lock()
-        self._end_hearing = None if peers is None else peers.hear_of_saving(self._hear)
+        self._end_hearing = None if peers is None else peers.listen_for_saving(self._hear)
 
     def on_signal(self, text: str) -> None:
         """Records that this process is preempted, and tells the other tasks."""
@@ -83,7 +83,7 @@ class _Seen:
             self._note(f"this process: {text}", is_of_other=False)
         else:
             self._note(f"{self._peers.names[self._peers.number]}: {text}", is_of_other=False)
-            self._peers.tell_of_saving({"kind": "told", "text": text})
+            self._peers.send_about_saving({"kind": "told", "text": text})
 
     def _hear(self, message: Mapping[str, Any]) -> None:
         if message["kind"] == "preempted" and self._peers is not None:

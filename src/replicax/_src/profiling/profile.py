@@ -10,9 +10,9 @@ from typing import Any, final
 import jax
 
 from replicax._src.cluster.peers import joined_peers
-from replicax._src.errors import ContextError
-from replicax._src.options import path_of, whole_number
 from replicax._src.tracing import profile_names as names
+from replicax._src.vocabulary.errors import ContextError
+from replicax._src.vocabulary.options import path_of, whole_number
 
 
 @final

@@ -8,7 +8,7 @@ from typing import Final, final
 
 from replicax._src.cluster.credentials import TOKEN_VARIABLE, is_loopback
 from replicax._src.cluster.spec import split_address
-from replicax._src.errors import InvalidArgumentError, ReplicaxError
+from replicax._src.vocabulary.errors import InvalidArgumentError, ReplicaxError
 
 _PURPOSE: Final = b"replicax status"
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from replicax._src.drawing import svg
+from replicax._src.status.figure_texts import loss_text, number_text
 from replicax._src.status.history import History, Points
-from replicax._src.status.text import loss_text, number_text
 
 LOSSES: Final = ("loss", "val_loss")
 SPEEDS: Final = ("steps/s", "closures/s")
@@ -60,13 +60,14 @@ class _Axis:
     def share(self, value: float) -> float:
         """Returns the height of a value, between 0 and 1."""
         if self.is_log:
-            return math.log(value / self.low) / math.log(self.high / self.low)
+            low, high = math.log(self.low), math.log(self.high)  # their quotient may be no finite number
+            return (math.log(value) - low) / (high - low)
         return (value - self.low) / (self.high - self.low)
 
     def at(self, share: float) -> float:
         """Returns the value at a height."""
         if self.is_log:
-            return self.low * (self.high / self.low) ** share
+            return self.low ** (1 - share) * self.high**share
         return self.low + share * (self.high - self.low)
 
 

@@ -8,19 +8,17 @@ alone, and not on when the neighbours were joined.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, final
 
-from replicax._src.strict_json import fixed, items, number, read_json, record, table, whole
+from replicax._src.untrusted.strict_json import Form, JsonReader, read_json
 
 MOST_POINTS: Final = 2048
 MOST_CURVES: Final = 4
 MOST_BYTES: Final = 1 << 20
 """The largest history as text: four curves of 2048 points need about 400 kB."""
 
-_POINTS: Final = items(fixed(whole(), number, whole(1)), most=MOST_POINTS)
-_TEXT: Final = record({"interval_s": whole(1), "curves": table(_POINTS)}, {})
+_LARGEST: Final = 1e300  # sums of millions of these are finite
 
 Points = list[tuple[float, float]]
 """The time of each point in seconds of ``time.time``, the start of its interval, and its value."""
@@ -59,11 +57,11 @@ class History:
         self._curves: dict[str, _Curve] = {}
 
     def add(self, now: float, values: Mapping[str, Any]) -> None:
-        """Adds values that are known at a time. Anything but a finite number leaves a gap. New names beyond
+        """Adds values that are known at a time. Anything but a number up to 1e300 leaves a gap. New names beyond
         ``MOST_CURVES`` are left out.
         """
         for name, value in values.items():
-            if not isinstance(value, (int, float)) or not math.isfinite(value):
+            if not isinstance(value, (int, float)) or not abs(value) <= _LARGEST:
                 continue
             if name not in self._curves and len(self._curves) >= MOST_CURVES:
                 continue
@@ -101,9 +99,31 @@ class History:
         Raises:
           TextError: The text is not of this form.
         """
-        told = _TEXT(read_json(text, most_bytes=MOST_BYTES), "the history")
+        told = JsonReader(read_json(text, most_bytes=MOST_BYTES), "the history").record(_FIELDS)
         history = cls()
         history.interval_s = told["interval_s"]
         names = list(told["curves"])[:MOST_CURVES]
         history._curves = {name: _Curve(told["curves"][name]) for name in names}
         return history
+
+
+# --- the form of the text ---------------------------------------------------------------------------------
+
+
+def _at_least_one(it: JsonReader) -> int:
+    return it.whole(1)
+
+
+def _point(it: JsonReader) -> tuple[int, float, int]:
+    index, total, count = it.fixed(JsonReader.count, JsonReader.number, _at_least_one)
+    return index, total, count
+
+
+def _points(it: JsonReader) -> tuple[tuple[int, float, int], ...]:
+    return it.items(_point, most=MOST_POINTS)
+
+
+_FIELDS: Final[Mapping[str, Form[Any]]] = {
+    "interval_s": _at_least_one,
+    "curves": lambda it: it.table(_points),
+}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final, final
 
 from replicax._src.status.history import MOST_BYTES, History
-from replicax._src.strict_json import TextError
+from replicax._src.untrusted.strict_json import TextError
 
 STATUS_HISTORY_VARIABLE: Final = "REPLICAX_STATUS_HISTORY"
 
@@ -27,7 +27,7 @@ class HistoryFile:
         self._path = None if path is None else Path(path)
 
     @classmethod
-    def of_environment(cls, environ: Mapping[str, str]) -> HistoryFile:
+    def from_environment(cls, environ: Mapping[str, str]) -> HistoryFile:
         """Returns the file of ``REPLICAX_STATUS_HISTORY``."""
         return cls(environ.get(STATUS_HISTORY_VARIABLE) or None)
 

@@ -7,21 +7,25 @@ from __future__ import annotations
 
 import atexit
 import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from replicax._src.cluster.chief import is_chief
 from replicax._src.cluster.credentials import Credentials
 from replicax._src.cluster.detect import choose_resolver
+from replicax._src.cluster.figures import FIGURES, figures, job_figures
+from replicax._src.cluster.machine_layout import STATUS_ADDRESS_VARIABLE
 from replicax._src.cluster.peers import joined_peers
 from replicax._src.cluster.progress import say
 from replicax._src.cluster.spec import split_address
-from replicax._src.status.figures import FIGURES, figures, of_job
-from replicax._src.status.status import STATUS_ADDRESS_VARIABLE
 
 if TYPE_CHECKING:
-    from replicax._src.status.server import StatusServer
+    from replicax._src.status.http_server import StatusServer
+
+_TAKE_OVER_S: Final = 10.0
+_WAITING: Final = "replicax-status-address"  # the name of a thread
 
 _servers: list[StatusServer] = []
 
@@ -35,9 +39,42 @@ def serve_status() -> None:
     address = os.environ.get(STATUS_ADDRESS_VARIABLE)
     if not address or _servers or not is_chief() or "ps" in choose_resolver().membership.spec.jobs:
         return
-    from replicax._src.status.server import server_of_environment  # which few programs need
+    _serve(address)
 
-    server = server_of_environment(address, Credentials.of_environment(os.environ).token, status_of_job)
+
+def take_status_over() -> None:
+    """Serves the status from now on in a process that becomes the chief during the job. Does not block: a thread waits
+    for the address. Something that the chief before has started may hold it for a moment. If another process of the job
+    serves there, because this one has come later, the thread waits for its end.
+    """
+    address = os.environ.get(STATUS_ADDRESS_VARIABLE)
+    is_waiting = any(thread.name == _WAITING for thread in threading.enumerate())
+    if address and not _servers and not is_waiting:
+        arguments = (address, _TAKE_OVER_S)
+        threading.Thread(target=_serve, args=arguments, name=_WAITING, daemon=True).start()
+
+
+def hand_status_over() -> None:
+    """Ends the status here, if this process serves it, because another one has become the chief. Does not block."""
+    if _servers:
+        server = _servers.pop()
+        atexit.unregister(server.close)
+        threading.Thread(target=_end, args=(server,), name="replicax-status-end", daemon=True).start()
+
+
+def _end(server: StatusServer) -> None:
+    server.close()
+    peers = joined_peers()
+    if peers is not None:
+        peers.forget_figures()  # after the server, which would ask for them again
+
+
+def _serve(address: str, wait_s: float = 0.0) -> None:
+    from replicax._src.status.http_server import server_of_environment  # which few programs need
+
+    server = server_of_environment(
+        address, Credentials.from_environment(os.environ).token, status_of_job, wait_s
+    )
     if server is None:
         return
     server.start()
@@ -52,11 +89,11 @@ def status_of_job() -> dict[str, Any]:
     own, peers = figures(), joined_peers()
     if peers is None:
         state = "running" if own["steps"] else "starting"
-        return {**status_of([{"task": "worker 0", "state": state, **own}], time.time()), **of_job()}
+        return {**status_of([{"task": "worker 0", "state": state, **own}], time.time()), **job_figures()}
     tasks = peers.figures_of_tasks()
     # Its own figures come from the controller too: those of now would be ahead of the others'.
     tasks[peers.number] = {**own, **tasks[peers.number]}
-    return {**status_of(tasks, time.time()), **of_job()}
+    return {**status_of(tasks, time.time()), **job_figures()}
 
 
 def status_of(tasks: Sequence[Mapping[str, Any]], now: float) -> dict[str, Any]:

@@ -71,6 +71,21 @@ _PROGRESS: Final = {
     ),
     "replicax_time_left_seconds": ("left_s", "Time until then, at the mean speed so far."),
 }
+# The name of each metric, with its field of ``status["survivors"]`` and its help text.
+_SURVIVORS: Final = {
+    "replicax_live_workers": ("members", "Workers that are live, of those that tolerate failures."),
+    "replicax_adopted_replicas": ("adopted", "Replicas of dead workers that others compute."),
+    "replicax_recoveries_total": ("num_recoveries", "How often a step was repeated after a death."),
+    "replicax_replacements_total": (
+        "num_replacements",
+        "How many processes have taken the place of dead workers.",
+    ),
+    "replicax_last_recovery_seconds": (
+        "recovery_s",
+        "Time from the last error to the end of the repeated step.",
+    ),
+    "replicax_members_epoch": ("epoch", "The number of the agreement on which workers are live."),
+}
 _DOWN: Final = ("awaited", "ended", "lost", "given up", "silent")
 _STALENESS: Final = "replicax_ps_staleness_updates"
 # The upper ends of the buckets 0, 1, 2 to 3, 4 to 7, ...; Prometheus expects them never to change.
@@ -80,7 +95,8 @@ _HIGHEST: Final = tuple((1 << bits) - 1 for bits in range(11))
 def metrics_of(status: Mapping[str, Any]) -> str:
     """Returns all metrics of a status, with or without rates. Counters of a task start at 0 with its process."""
     closures = _of_closures(status) if "closures" in status else ()
-    parts = (closures, _of_tasks(status), _of_progress(status), _of_fit(status), _of_staleness(status))
+    of_job = (_of_progress(status), _of_fit(status), _of_survivors(status))
+    parts = (closures, _of_tasks(status), *of_job, _of_staleness(status))
     return "".join(f"{line}\n" for part in parts for line in part)
 
 
@@ -117,6 +133,15 @@ def _of_fit(status: Mapping[str, Any]) -> Iterator[str]:
         yield from _head("replicax_fit_metric", "What fit has logged last besides the loss.")
     for name, value in metrics.items():
         yield f"replicax_fit_metric{_labels(name=name)} {value}"
+
+
+def _of_survivors(status: Mapping[str, Any]) -> Iterator[str]:
+    survivors = status.get("survivors") or {}
+    for name, (field, text) in _SURVIVORS.items():
+        value = survivors.get(field)
+        if value is not None:
+            yield from _head(name, text)
+            yield f"{name} {len(value) if isinstance(value, (list, dict)) else value}"
 
 
 def _of_staleness(status: Mapping[str, Any]) -> Iterator[str]:

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any, Final
 
-from replicax._src import home
+from replicax._src.packaging import home
+from replicax._src.status.figure_texts import duration_text
 from replicax._src.status.status import (
     BAD_STATES,
     DONE,
@@ -23,9 +24,9 @@ from replicax._src.status.status import (
     rows_of,
     staleness_of,
     summary_of,
+    survivors_of,
     title_of,
 )
-from replicax._src.status.text import duration_text
 
 _STYLE: Final = """
 :root { color-scheme: light dark; --line: #8884; --dim: color-mix(in srgb, currentColor 62%, transparent);
@@ -41,12 +42,12 @@ h1, #metrics dt { overflow-wrap: anywhere; }
 p, small { color: var(--dim); margin: 0; }
 p b { color: CanvasText; font-weight: 600; }
 #progress { align-items: center; display: flex; flex-wrap: wrap; gap: .25rem .9rem; margin-top: .9rem; }
-#summary, #metrics { display: grid; gap: .5rem; grid-template-columns: repeat(auto-fill, minmax(8.5rem, 1fr)); }
+#summary, #metrics, #survivors { display: grid; gap: .5rem; grid-template-columns: repeat(auto-fill, minmax(8.5rem, 1fr)); }
 #summary { margin: 1rem 0 0; }
-#metrics { margin: 0; }
-:is(#summary, #metrics) div { border: 1px solid var(--line); border-radius: .4rem; padding: .4rem .6rem; }
+#metrics, #survivors { margin: 0; }
+:is(#summary, #metrics, #survivors) div { border: 1px solid var(--line); border-radius: .4rem; padding: .4rem .6rem; }
 dt { color: var(--dim); font-size: .82rem; }
-:is(#summary, #metrics) dd { font-size: 1.15rem; font-variant-numeric: tabular-nums; margin: 0; }
+:is(#summary, #metrics, #survivors) dd { font-size: 1.15rem; font-variant-numeric: tabular-nums; margin: 0; }
 dt a, th a { text-decoration: underline dotted; text-underline-offset: .2em; }
 #curves { display: grid; gap: .5rem 1.5rem; grid-template-columns: repeat(auto-fit, minmax(min(21rem, 100%), 1fr)); }
 #curves:not(:empty) { margin-top: 1.25rem; }
@@ -123,7 +124,7 @@ def page_of(status: Mapping[str, Any], query: str = "", curves: Sequence[str] = 
     meanings = meanings_of(status)
     clock = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(status["time"]))
     uptime = duration_text(status["tasks"][0]["uptime_s"])
-    metrics = fit_metrics_of(status)
+    metrics, survivors = fit_metrics_of(status), survivors_of(status)
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -138,6 +139,7 @@ def page_of(status: Mapping[str, Any], query: str = "", curves: Sequence[str] = 
 <header><h1>{escape(name)} <small>{escape(strategy)}</small></h1><p>up {escape(uptime)} · {clock}</p></header>
 {_progress(status)}
 <dl id="summary">{_tiles(summary_of(status), meanings)}</dl>
+{f'<h2>Fault tolerance</h2><dl id="survivors">{_tiles(survivors, meanings)}</dl>' if survivors else ""}
 {f'<h2>Metrics of fit</h2><dl id="metrics">{_tiles(metrics, {})}</dl>' if metrics else ""}
 <div id="curves">{"".join(f'<div class="wide">{each}</div>' for each in curves)}</div>
 <h2>Tasks</h2>

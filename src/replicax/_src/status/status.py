@@ -1,8 +1,8 @@
 """The status of a job as one JSON value, with its rates, its table and its summary. Pure.
 
-``server.py`` serves it, and ``replicax top`` shows it. Its tasks all have the same fields; None is an unknown value.
-Two sources make it: ``job.py`` for synchronous strategies, the coordinator for parameter servers. A column is shown if
-the tasks have its field.
+``http_server.py`` serves it, and ``replicax top`` shows it. Its tasks all have the same fields; None is an unknown
+value. Two sources make it: ``job.py`` for synchronous strategies, the coordinator for parameter servers. A column is
+shown if the tasks have its field.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from typing import Any, Final, final
 
 from replicax._src.drawing.text import printable
-from replicax._src.status.text import bytes_text, duration_text, loss_text, number_text, share_text
+from replicax._src.status.figure_texts import bytes_text, duration_text, loss_text, number_text, share_text
 
-STATUS_ADDRESS_VARIABLE: Final = "REPLICAX_STATUS_ADDRESS"
 GOOD_STATES: Final = ("busy", "serving", "running", "backup")
-DOUBTFUL_STATES: Final = ("alone", "slow", "stalled")
+DOUBTFUL_STATES: Final = ("alone", "slow", "stalled", "entering")
 BAD_STATES: Final = ("lost", "given up", "silent")
 
 # The counters of a task, each with the name of its rate per second.
@@ -213,10 +212,20 @@ _SLOW: Final = (
 )
 
 
+_SURVIVORS: Final = {
+    "adopted": "The replicas of dead workers, each with the live worker that computes it.",
+    "recoveries": "How often the live workers have repeated a step after a death.",
+    "replacements": "How many processes have taken the place of dead workers.",
+    "last recovery": "The time from the error to the end of the repeated step.",
+    "epoch of members": "The number of the agreement on who is live. Each death and each new worker begins another one.",
+}
+
+
 def meanings_of(status: Mapping[str, Any]) -> dict[str, str]:
     """Returns the meanings of columns and of parts of the summary, by name, from a status with rates."""
     columns = {column.name: column.meaning for column in columns_of(status) if column.meaning}
-    return {**columns, "slow": _SLOW} if "own" in columns else columns
+    slow = {"slow": _SLOW} if "own" in columns else {}
+    return {**columns, **slow, **(_SURVIVORS if survivors_of(status) else {})}
 
 
 def title_of(status: Mapping[str, Any]) -> tuple[str, str]:
@@ -255,6 +264,24 @@ def progress_of(status: Mapping[str, Any]) -> list[tuple[str, str]]:
 def fit_metrics_of(status: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Returns the names and values that ``fit`` has logged besides the loss."""
     return [(printable(name), loss_text(value)) for name, value in (status.get("metrics") or {}).items()]
+
+
+def survivors_of(status: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Returns names and values that describe the live workers; none if the workers do not tolerate failures."""
+    survivors = status.get("survivors")
+    if survivors is None:
+        return []
+    names = [printable(task["task"]) for task in status["tasks"]]
+    adopted = [f"replica {replica} by {names[member]}" for replica, member in survivors["adopted"].items()]
+    last_s = survivors["recovery_s"]
+    return [
+        ("live workers", f"{len(survivors['members'])} of {len(names)}"),
+        ("adopted", ", ".join(adopted) or "–"),
+        ("recoveries", number_text(survivors["num_recoveries"])),
+        ("replacements", number_text(survivors["num_replacements"])),
+        ("last recovery", "–" if last_s is None else f"{last_s:.2f} s"),
+        ("epoch of members", number_text(survivors["epoch"])),
+    ]
 
 
 def curve_values_of(status: Mapping[str, Any]) -> dict[str, Any]:

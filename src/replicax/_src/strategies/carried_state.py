@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from replicax._src.devices.topology import Topology
-from replicax._src.errors import InvalidArgumentError, MixedStrategiesError, StructureError
-from replicax._src.narrowing import as_numpy, narrowed_pytree
 from replicax._src.tracing import key
 from replicax._src.tracing.bindings import made_by_each
-from replicax._src.tracing.cache import Leaf, array_leaf
-from replicax._src.values import DistributedValues, PerReplica, is_value
-
-if TYPE_CHECKING:
-    from replicax._src.strategies.strategy import Strategy
+from replicax._src.tracing.cache import ArgumentLeaf, array_leaf
+from replicax._src.values.distributed import DistributedValues, PerReplica, is_value
+from replicax._src.values.narrowing import as_numpy, narrowed_pytree
+from replicax._src.vocabulary.errors import InvalidArgumentError, MixedStrategiesError, StructureError
 
 
 @dataclass(frozen=True)
@@ -29,27 +27,27 @@ class CarriedLeaf:
       path: The name in messages.
       kind: "row" (one component per replica) or "whole" (replicated).
       shape, dtype: The shape and dtype of a component.
-      maker: The maker of the value, if a step made it; see ``strategies/drift.py``.
+      maker: The maker of the value, if a step made it; see ``ResultWatch.maker_of``.
     """
 
     path: str
     kind: str
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: np.dtype
     maker: Any = None
 
-    def described(self, num_replicas: int) -> Leaf:
+    def described(self, num_replicas: int) -> ArgumentLeaf:
         """Returns the leaf as the program takes it."""
         is_row = self.kind == "row"
-        return Leaf("whole", (num_replicas, *self.shape) if is_row else self.shape, self.dtype)
+        return ArgumentLeaf("whole", (num_replicas, *self.shape) if is_row else self.shape, self.dtype)
 
-    def value_of(self, array: Any, num_replicas: int) -> Any:
+    def value_of(self, array: jax.Array, num_replicas: int) -> jax.Array | PerReplica:
         """Returns the argument of ``strategy.run`` for an array of the program."""
         if num_replicas == 1:
             return array
         return PerReplica(array, num_replicas, is_equal=self.kind == "whole", maker=self.maker)
 
-    def returned(self, value: Any, num_replicas: int) -> Any:
+    def returned(self, value: Any, num_replicas: int) -> jax.Array | PerReplica:
         """Returns the value that a step returned for this leaf, in the form for the next step.
 
         Raises:
@@ -91,16 +89,16 @@ class StateForm:
     leaves: tuple[CarriedLeaf, ...]
     num_replicas: int
 
-    def described(self) -> list[Leaf]:
+    def described(self) -> list[ArgumentLeaf]:
         """Returns the leaves, as a program takes them."""
         return [leaf.described(self.num_replicas) for leaf in self.leaves]
 
-    def state_of(self, arrays: Sequence[Any]) -> Any:
+    def state_of(self, arrays: Sequence[jax.Array]) -> Any:
         """Returns the pytree that a step takes."""
         values = [leaf.value_of(a, self.num_replicas) for leaf, a in zip(self.leaves, arrays, strict=True)]
         return self.tree.unflatten(values)
 
-    def returned(self, result: Any) -> tuple[list[Any], Any]:
+    def returned(self, result: Any) -> tuple[list[jax.Array | PerReplica], Any]:
         """Splits what a step returned into the leaves of its state and the rest.
 
         Raises:
@@ -138,7 +136,7 @@ class StateForm:
 NO_STATE = StateForm(None, (), 1)
 
 
-def opened(state: Any, strategy: Strategy) -> tuple[StateForm, list[Any]]:
+def opened(state: Any, topology: Topology) -> tuple[StateForm, list[jax.Array]]:
     """Returns the form of a state, and its arrays on the devices of the program.
 
     Raises:
@@ -146,7 +144,6 @@ def opened(state: Any, strategy: Strategy) -> tuple[StateForm, list[Any]]:
       MixedStrategiesError: A leaf belongs to a strategy with another number of replicas.
       NarrowingError: A number does not fit into the dtype that JAX gives its array.
     """
-    topology = strategy.topology
     num_replicas = topology.num_replicas
     found, tree = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_value)
     leaves, arrays = [], []
@@ -175,7 +172,7 @@ def opened(state: Any, strategy: Strategy) -> tuple[StateForm, list[Any]]:
     return StateForm(tree, tuple(leaves), num_replicas), arrays
 
 
-def _agree(leaves: Sequence[CarriedLeaf], arrays: list[Any], topology: Topology) -> None:
+def _agree(leaves: Sequence[CarriedLeaf], arrays: list[jax.Array], topology: Topology) -> None:
     """Replaces arrays that each process made itself by values that all processes agree on."""
     made = {i: made_by_each(arrays[i]) for i, leaf in enumerate(leaves) if leaf.kind == "whole"}
     here = {i: array for i, array in made.items() if array is not None}
@@ -185,7 +182,7 @@ def _agree(leaves: Sequence[CarriedLeaf], arrays: list[Any], topology: Topology)
             arrays[i] = array
 
 
-def _distributed(name: str, value: Any, num_replicas: int) -> tuple[str, tuple[int, ...], Any]:
+def _distributed(name: str, value: Any, num_replicas: int) -> tuple[str, tuple[int, ...], jax.Array]:
     if value.num_replicas != num_replicas:
         raise MixedStrategiesError(
             f"{name} is a value of {value.num_replicas} replicas, and this strategy has {num_replicas}: another strategy made it."

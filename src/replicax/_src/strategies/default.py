@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import final
 
-from replicax._src import context
-from replicax._src.devices.topology import Topology, local_devices
+from replicax._src.devices.jax_backend import local_devices
+from replicax._src.devices.topology import Topology
 from replicax._src.drawing import html
+from replicax._src.scope import context
 from replicax._src.strategies.strategy import Strategy
 
 

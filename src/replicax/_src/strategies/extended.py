@@ -5,39 +5,59 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, Protocol, TypeVar, final
 
 import jax
 import jax.numpy as jnp
 
-from replicax._src import context
-from replicax._src.cluster.membership import Membership
+from replicax._src.cluster.spec import Task
+from replicax._src.collectives.cross_device import CrossDeviceOps
 from replicax._src.collectives.in_replica import IndexedSlices
-from replicax._src.devices.topology import resolve_device
-from replicax._src.errors import CrossReplicaContextError, InvalidArgumentError, VariableError
-from replicax._src.jax_compat import Device
-from replicax._src.narrowing import narrowed_pytree
-from replicax._src.options import CommunicationOptions, ReduceOp
-from replicax._src.strategies import reduction
+from replicax._src.devices.named_devices import resolve_device
+from replicax._src.input.dataset import DistributedIterator
+from replicax._src.input.pipeline import ArrayDataset
+from replicax._src.jax_internals.jax_compat import Device
+from replicax._src.scope import context
+from replicax._src.scope.any_strategy import AnyStrategy
+from replicax._src.strategies import data_placement, reduction
 from replicax._src.strategies.mistakes import no_strategies_of_users
-from replicax._src.values import Mirrored, PerReplica, is_value
+from replicax._src.strategies.run_steps import MultiStepContext, StepsRunner
+from replicax._src.values.distributed import Mirrored, PerReplica, is_value
+from replicax._src.values.narrowing import narrowed_pytree
 from replicax._src.variables.variable import Variable
-
-if TYPE_CHECKING:
-    from replicax._src.strategies.strategy import Strategy
+from replicax._src.vocabulary.errors import CrossReplicaContextError, InvalidArgumentError, VariableError
+from replicax._src.vocabulary.options import CommunicationOptions, ReduceOp
 
 _TASK_OF_DEVICE = re.compile(r"^/?job:(?P<job>[^/]+)(?:/replica:\d+)?(?:/task:(?P<task>\d+))?")
+
+_T = TypeVar("_T")
+
+
+class ExtensibleStrategy(AnyStrategy, Protocol):
+    """The further members of a strategy that its ``extended`` uses."""
+
+    @property
+    def steps_runner(self) -> StepsRunner: ...
+
+    @property
+    def user_ops(self) -> CrossDeviceOps | None: ...
+
+    def mirrored(self, array: jax.Array) -> jax.Array | Mirrored: ...
 
 
 @final
 class StrategyExtended:
     """Additional methods of a strategy, for algorithms that depend on replicas.
 
+    Args:
+      strategy: The strategy.
+      own_task: The task of this process, if each worker runs the program separately; else None.
+
     Source: tf.distribute.StrategyExtended.
     """
 
-    def __init__(self, strategy: Strategy):
-        self._strategy = strategy
+    def __init__(self, strategy: ExtensibleStrategy, own_task: Task | None = None):
+        self._strategy, self._own_task = strategy, own_task
 
     def __init_subclass__(cls) -> None:
         raise no_strategies_of_users(cls.__name__)
@@ -79,14 +99,14 @@ class StrategyExtended:
     @property
     def experimental_between_graph(self) -> bool:
         """True if every worker builds its own program."""
-        return self._strategy.topology.peers is not None or self._strategy.worker_of_own is not None
+        return self._strategy.topology.peers is not None or self._own_task is not None
 
     @property
     def experimental_should_init(self) -> bool:
         """True if this process initialises variables. If each worker runs the program on shared servers, the chief
         does.
         """
-        return self._strategy.worker_of_own is None or self._strategy.is_chief
+        return self._own_task is None or self._strategy.is_chief
 
     @property
     def should_checkpoint(self) -> bool:
@@ -101,18 +121,18 @@ class StrategyExtended:
     # --- running --------------------------------------------------------------------------------------
 
     def call_for_each_replica(
-        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self, fn: Callable[..., _T], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> _T:
         """Calls ``Strategy.run``."""
         return self._strategy.run(fn, args=tuple(args), kwargs=kwargs)
 
     def experimental_run_steps_on_iterator(
         self,
-        fn: Callable[[Any, Any], Any],
-        iterator: Any,
+        fn: Callable[[MultiStepContext, Any], Any],
+        iterator: DistributedIterator,
         iterations: int = 1,
         initial_loop_values: Mapping[str, Any] | None = None,
-    ) -> Any:
+    ) -> MultiStepContext:
         """Calls ``fn(ctx, inputs)`` for each of the next elements, in one compiled program.
 
         ``fn`` is cross-replica code, which calls ``strategy.run``. ``ctx.set_last_step_output(name, output,
@@ -133,9 +153,10 @@ class StrategyExtended:
         initial = dict(initial_loop_values or {})
         return self._strategy.steps_runner.run_last(fn, iterator, iterations, initial)
 
-    def experimental_make_numpy_dataset(self, numpy_input: Any, session: Any = None) -> Any:
+    def experimental_make_numpy_dataset(self, numpy_input: Any, session: Any = None) -> ArrayDataset:
         """Calls ``Strategy.experimental_make_numpy_dataset``."""
-        return self._strategy.experimental_make_numpy_dataset(numpy_input, session)
+        del session
+        return data_placement.from_numpy(numpy_input)
 
     # --- reducing -------------------------------------------------------------------------------------
 
@@ -169,7 +190,7 @@ class StrategyExtended:
                 "give a variable or a per-replica value."
             )
         if isinstance(destinations, str):
-            _check_is_of_this_worker(destinations, strategy.worker_of_own)
+            _check_is_of_this_worker(destinations, self._own_task)
         op = ReduceOp.parse(reduce_op)
         result = reduction.reduce(strategy.topology, strategy.user_ops, op, value, None)
         if strategy.joins_trace():
@@ -227,11 +248,11 @@ class StrategyExtended:
         is_outside = context.merge_communicator() is None and not context.in_replica_function()
         if is_outside and (has_components or _has_per_replica(given)):
             result = strategy.run(lambda given: self._update(var, fn, given), args=(given,))
-            return result if group else strategy.experimental_local_results(result)
+            return result if group else reduction.local_results(strategy.topology, result)
         result = self._update(var, fn, given)
         return result if group else (result,) * strategy.num_replicas_in_sync
 
-    def _update(self, var: Any, fn: Callable[..., Any], given: Any) -> Any:
+    def _update(self, var: Any, fn: Callable[..., _T], given: Any) -> _T:
         args, kwargs = jax.tree_util.tree_map(_unwrap, given, is_leaf=_is_whole)
         replica = context.get_replica_context() if context.in_replica_function() else None
         communicator = replica.communicator if replica is not None else context.merge_communicator()
@@ -273,7 +294,7 @@ class StrategyExtended:
         """Returns the value of a variable, aggregated over replicas if it is ON_READ."""
         return v.value
 
-    def value_container(self, value: Any) -> Any:
+    def value_container(self, value: _T) -> _T:
         """Returns ``value``, which is its own container."""
         return value
 
@@ -283,11 +304,10 @@ class StrategyExtended:
         return self.parameter_devices
 
 
-def _check_is_of_this_worker(device: str, worker: Membership | None) -> None:
+def _check_is_of_this_worker(device: str, here: Task | None) -> None:
     match = _TASK_OF_DEVICE.match(device)
-    if match is None or worker is None:
+    if match is None or here is None:
         return
-    here = worker.task
     if (match["job"], int(match["task"] or 0)) != (here.type, here.index):
         raise InvalidArgumentError(
             f"Cannot reduce to another worker: {device!r}, current worker is '/job:{here.type}/task:{here.index}'. Each "

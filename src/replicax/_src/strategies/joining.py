@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import jax
 
+from replicax._src.cluster.environ import check_cpu_collectives
 from replicax._src.cluster.membership import Membership
+from replicax._src.cluster.peers import Peers
 from replicax._src.cluster.start import compare_devices, join_cluster
-from replicax._src.devices.topology import prepare_backend
-from replicax._src.jax_compat import Device
+from replicax._src.devices.jax_backend import prepare_backend
+from replicax._src.jax_internals import jax_compat
+from replicax._src.jax_internals.jax_compat import Device
 
 TIMEOUT_S = 600.0
 
@@ -22,11 +25,33 @@ def join_workers(membership: Membership, timeout_s: float) -> list[Device]:
       All devices, worker after worker. Every worker has the same number.
 
     Raises:
+      ClusterEnvironmentError: Collectives by MPI are requested.
       ClusterStartError: A worker is missing, or the workers do not fit together.
       BackendStartedError: JAX was used before.
     """
+    check_cpu_collectives(jax_compat.requested_cpu_collectives())
     prepare_backend(membership.spec.num_tasks_beside(membership.task), is_task=True)
     peers = join_cluster(membership, timeout_s)
     compare_devices(peers, jax.local_devices())
     # Device ids have gaps between processes.
     return sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+
+
+def join_survivors(membership: Membership, timeout_s: float, min_workers: int) -> Peers:
+    """Makes this process one of the workers of a cluster that continue after a failure. Blocks until all have come.
+
+    The process stays alone for JAX: it has its own devices only. The caller makes the first epoch.
+
+    Args:
+      timeout_s: The limit for later waits for other workers.
+      min_workers: The fewest live workers that continue, the same in all.
+
+    Raises:
+      ClusterStartError: A worker is missing, the workers do not fit together, or another process was this worker.
+      BackendStartedError: JAX was used before.
+    """
+    prepare_backend(membership.spec.num_tasks_beside(membership.task), is_task=True)
+    jax_compat.run_on_cpu_in_order()
+    peers = join_cluster(membership, timeout_s, min_workers=min_workers)
+    compare_devices(peers, jax.local_devices())
+    return peers

@@ -6,28 +6,37 @@ import logging
 import math
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar
 
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from replicax._src import context, jax_compat
-from replicax._src.devices.specs import Axes, axes_of
+from replicax._src.devices.sharding_specs import Axes, axes_of
 from replicax._src.devices.topology import Topology
-from replicax._src.errors import InvalidArgumentError, MixedStrategiesError
-from replicax._src.framework import is_variable
+from replicax._src.jax_internals import jax_compat
+from replicax._src.scope import context
+from replicax._src.scope.any_strategy import AnyStrategy
 from replicax._src.tracing.capture import current_capture
 from replicax._src.tracing.markers import logical_p
-from replicax._src.values import PerReplica
+from replicax._src.values.distributed import PerReplica
+from replicax._src.values.framework import is_variable
+from replicax._src.vocabulary.errors import InvalidArgumentError, MixedStrategiesError
 
-if TYPE_CHECKING:
-    from replicax._src.strategies.strategy import Strategy
-
+_T = TypeVar("_T")
 log = logging.getLogger("replicax")
 _told: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def assign(strategy: Strategy, tensor: Any, logical_device_id: int) -> Any:
+class HasLogicalDevices(AnyStrategy, Protocol):
+    """A strategy whose replicas may have several devices each."""
+
+    partitions_by_spmd: bool
+
+    @property
+    def num_logical_devices(self) -> int: ...
+
+
+def assign(strategy: HasLogicalDevices, tensor: _T, logical_device_id: int) -> _T:
     """See ``Strategy.experimental_assign_to_logical_device``."""
     if strategy.partitions_by_spmd:
         raise InvalidArgumentError(
@@ -52,7 +61,7 @@ def assign(strategy: Strategy, tensor: Any, logical_device_id: int) -> Any:
     return tensor
 
 
-def split(strategy: Strategy, tensor: Any, partition_dimensions: Sequence[int]) -> Any:
+def split(strategy: HasLogicalDevices, tensor: _T, partition_dimensions: Sequence[int]) -> _T:
     """See ``Strategy.experimental_split_to_logical_devices``."""
     topology = strategy.topology
     pieces = _checked_pieces(tensor, partition_dimensions, strategy.num_logical_devices)
@@ -63,7 +72,7 @@ def split(strategy: Strategy, tensor: Any, partition_dimensions: Sequence[int]) 
     return _marked(topology, tensor, topology.logical_spec(pieces, PartitionSpec.UNCONSTRAINED))
 
 
-def replicate(strategy: Strategy, tensor: Any) -> Any:
+def replicate(strategy: AnyStrategy, tensor: _T) -> _T:
     """See ``Strategy.experimental_replicate_to_logical_devices``."""
     topology = strategy.topology
     if topology.num_logical_devices == 1:
@@ -119,7 +128,7 @@ def _marked(topology: Topology, tensor: Any, spec: PartitionSpec) -> Any:
     return logical_p.bind(value, mesh=topology.mesh, spec=spec)
 
 
-def _lay_out(strategy: Strategy, variable: Any, axes: Axes) -> Any:
+def _lay_out(strategy: AnyStrategy, variable: _T, axes: Axes) -> _T:
     owner = context.owner_of(variable)
     if owner is not None and owner is not strategy:
         raise MixedStrategiesError(

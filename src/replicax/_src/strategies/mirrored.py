@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, final
+from typing import final
 
 from replicax._src.collectives.cross_device import CrossDeviceOps
-from replicax._src.devices.topology import Topology, device_name, resolve_devices
-from replicax._src.errors import InvalidArgumentError, UnsupportedError
-from replicax._src.jax_compat import Device
-from replicax._src.options import ShardState
+from replicax._src.devices.named_devices import device_name, resolve_devices
+from replicax._src.devices.topology import Topology
+from replicax._src.jax_internals.jax_compat import Device
 from replicax._src.strategies.strategy import Strategy
-from replicax._src.variables.layout_map import LayoutMap
+from replicax._src.variables.layout_map import DimAxes, LayoutMap
 from replicax._src.variables.mapped_layouts import layout_map_for
+from replicax._src.vocabulary.errors import InvalidArgumentError, UnsupportedError
+from replicax._src.vocabulary.options import ShardState
 
 log = logging.getLogger("replicax")
 
@@ -68,7 +69,7 @@ class MirroredStrategy(Strategy):
         shard_size: int | None = None,
         num_devices: int | None = None,
         devices_per_replica: int = 1,
-        layout_map: LayoutMap | Mapping[str, Any] | None = None,
+        layout_map: LayoutMap | Mapping[str, DimAxes] | None = None,
     ):
         if devices is not None and num_devices is not None:
             raise InvalidArgumentError(

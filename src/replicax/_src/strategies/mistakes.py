@@ -5,15 +5,13 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from replicax._src.errors import InvalidArgumentError, UnsupportedError
-from replicax._src.migrate import missing_names
-from replicax._src.options import RunOptions
+from replicax._src.scope.any_strategy import AnyStrategy
 from replicax._src.tracing.key import name_of, unwrap
-
-if TYPE_CHECKING:
-    from replicax._src.strategies.strategy import Strategy
+from replicax._src.user.listening import listener
+from replicax._src.vocabulary.errors import InvalidArgumentError, UnsupportedError
+from replicax._src.vocabulary.options import RunOptions
 
 
 def check_arguments(method: str, fn: Any, args: Any, kwargs: Any, options: Any) -> None:
@@ -80,9 +78,9 @@ def _fits(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str
     return True
 
 
-def no_such_attribute(strategy: Strategy, name: str) -> AttributeError:
+def no_such_attribute(strategy: AnyStrategy, name: str) -> AttributeError:
     """Returns the error for a public name that a strategy does not have: TensorFlow's, or like one that it has."""
-    advice = missing_names.of_object(strategy, name, "strategy")
+    advice = listener().missing_attribute(strategy, name, "strategy")
     if advice is not None:
         return AttributeError(f"{type(strategy).__name__} has no attribute {name!r}. {advice}", name=name)
     extended = {each: f"extended.{each}" for each in dir(strategy.extended)}

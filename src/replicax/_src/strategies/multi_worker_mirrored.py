@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Mapping, Sequence
-from typing import Any, final
+from collections.abc import Mapping
+from typing import final
 
-import jax
-
-from replicax._src import jax_compat
 from replicax._src.cluster.detect import checked_resolver
-from replicax._src.cluster.failures import ClusterStartError
-from replicax._src.cluster.mpi import check_mpi
 from replicax._src.cluster.resolver import ClusterResolver, membership_of
-from replicax._src.devices.topology import Topology, device_name, resolve_devices
-from replicax._src.errors import InvalidArgumentError
-from replicax._src.jax_compat import Device
-from replicax._src.options import CommunicationImplementation, CommunicationOptions, ShardState
+from replicax._src.devices.named_devices import device_name, resolve_devices
+from replicax._src.devices.topology import Topology
+from replicax._src.strategies import surviving
 from replicax._src.strategies.joining import TIMEOUT_S, join_workers
 from replicax._src.strategies.strategy import Strategy
-from replicax._src.variables.layout_map import LayoutMap
+from replicax._src.variables.layout_map import DimAxes, LayoutMap
 from replicax._src.variables.mapped_layouts import layout_map_for
+from replicax._src.vocabulary.errors import InvalidArgumentError
+from replicax._src.vocabulary.options import (
+    CommunicationImplementation,
+    CommunicationOptions,
+    FaultToleranceOptions,
+    ShardState,
+)
 
 log = logging.getLogger("replicax")
 
@@ -39,19 +39,25 @@ class MultiWorkerMirroredStrategy(Strategy):
       cluster_resolver: The description of the cluster; default: ``TF_CONFIG``, else the environment of a launcher
         (torchrun, Open MPI, Slurm, a Kubeflow TrainJob, SageMaker), else this worker alone.
       communication_options: Options of collectives. ``timeout_seconds`` is the limit of a wait for others that are
-        alive; the value of a process's first strategy counts. Give all workers the same options. CPUs use gloo's ring,
-        or MPI if JAX_CPU_COLLECTIVES_IMPLEMENTATION=mpi is set. The log names the implementation.
+        alive; the value of a process's first strategy counts. Give all workers the same options. CPUs use gloo's ring.
+        The log names the implementation.
       shard_state: "optimizer" or "all", as in ``MirroredStrategy``, sharded over the replicas of all workers.
       shard_size: See ``MirroredStrategy``.
       devices_per_replica: The number of adjacent devices of each replica, as in ``MirroredStrategy``. All devices of a
         replica belong to one worker.
       layout_map: See ``MirroredStrategy``.
+      fault_tolerance: True, or an ``rx.FaultToleranceOptions``: ``fit``, ``evaluate``, ``predict``, and loops
+        with ``run``, ``reduce``, ``gather`` and ``rx.function``, go on when workers die. A live worker adopts the
+        replica of a dead one, and the step is repeated with the same rows, so that no bit of the results changes. Each
+        worker has one CPU device, and reads whole batches; replicax sums the arrays itself.
 
     Raises:
       InvalidArgumentError: ``shard_size`` does not divide the number of replicas or is given without ``shard_state``;
         ``devices_per_replica`` does not divide the number of a worker's devices; or ``layout_map`` names an unknown
-        axis, or a replica has one device.
-      ClusterError: The description of the cluster is wrong, or MPI was requested and cannot start.
+        axis, or a replica has one device; or ``min_workers`` is larger than the number of workers.
+      UnsupportedError: ``fault_tolerance`` is given with ``shard_state``, ``devices_per_replica`` or ``layout_map``, or
+        with GPUs, TPUs or several devices of a worker.
+      ClusterError: The description of the cluster is wrong, or JAX_CPU_COLLECTIVES_IMPLEMENTATION is mpi.
       ClusterStartError: A worker is missing after ``REPLICAX_START_TIMEOUT_S`` (300 by default), or the workers do not
         fit together.
       BackendStartedError: JAX was used before, in a cluster of several workers.
@@ -67,12 +73,20 @@ class MultiWorkerMirroredStrategy(Strategy):
         shard_state: ShardState | str | None = None,
         shard_size: int | None = None,
         devices_per_replica: int = 1,
-        layout_map: LayoutMap | Mapping[str, Any] | None = None,
+        layout_map: LayoutMap | Mapping[str, DimAxes] | None = None,
+        fault_tolerance: FaultToleranceOptions | bool = False,
     ):
         options = _checked(communication_options)
         self._resolver = checked_resolver(cluster_resolver)
         self._membership = membership_of(self._resolver)
-        topology = self._topology_of_cluster(options, devices_per_replica)
+        tolerance = surviving.checked_options(
+            fault_tolerance,
+            self._membership,
+            shard_state=shard_state,
+            devices_per_replica=devices_per_replica,
+            layout_map=layout_map,
+        )
+        topology = self._topology_of_cluster(options, devices_per_replica, tolerance)
         super().__init__(
             lambda: topology,
             cluster_resolver=self._resolver,
@@ -89,26 +103,28 @@ class MultiWorkerMirroredStrategy(Strategy):
             self._membership.num_workers,
             topology.num_replicas,
             ", ".join(map(device_name, topology.local_devices)),
-            _carrier(topology.local_devices[0].platform) if self._membership.num_workers > 1 else "XLA",
+            "replicax" if topology.survivors is not None else self._carrier_of(topology),
         )
 
-    def _topology_of_cluster(self, options: CommunicationOptions, devices_per_replica: int) -> Topology:
+    def _carrier_of(self, topology: Topology) -> str:
+        return _carrier(topology.local_devices[0].platform) if self._membership.num_workers > 1 else "XLA"
+
+    def _topology_of_cluster(
+        self, options: CommunicationOptions, devices_per_replica: int, tolerance: FaultToleranceOptions | None
+    ) -> Topology:
         membership = self._membership
+        if tolerance is not None:
+            return surviving.join(membership, options.timeout_seconds or TIMEOUT_S, tolerance)
         if membership.num_workers == 1:
             return Topology.of(
                 resolve_devices(None), options.bytes_per_pack, devices_per_replica=devices_per_replica
             )
-        is_mpi = jax_compat.cpu_collectives() == "mpi"
-        if is_mpi:
-            check_mpi(os.environ, membership.num_workers)
         devices = join_workers(membership, options.timeout_seconds or TIMEOUT_S)
-        if is_mpi:
-            _check_devices_for_mpi(jax.local_devices())
         _say_what_communicates(options.implementation, devices[0].platform)
         return Topology.of(devices, options.bytes_per_pack, devices_per_replica=devices_per_replica)
 
 
-def _checked(options: Any) -> CommunicationOptions:
+def _checked(options: CommunicationOptions | None) -> CommunicationOptions:
     if options is not None and not isinstance(options, CommunicationOptions):
         raise InvalidArgumentError(
             f"communication_options must be an rx.CommunicationOptions, got {options!r}. A cluster is described by "
@@ -117,19 +133,9 @@ def _checked(options: Any) -> CommunicationOptions:
     return options or CommunicationOptions()
 
 
-def _check_devices_for_mpi(devices: Sequence[Device]) -> None:
-    if devices[0].platform == "cpu" and len(devices) > 1:
-        raise ClusterStartError(
-            f"Each worker has {len(devices)} CPU devices, and JAX's collectives by MPI work with one in each process. Start "
-            "more workers of one device, or use gloo: unset JAX_CPU_COLLECTIVES_IMPLEMENTATION."
-        )
-
-
 def _carrier(platform: str) -> str:
     """Returns the name of the library for collectives between processes."""
-    if platform == "cpu":
-        return {"gloo": "gloo", "mpi": "MPI"}[jax_compat.cpu_collectives()]
-    return "NCCL" if platform == "gpu" else "XLA"
+    return {"cpu": "gloo", "gpu": "NCCL"}.get(platform, "XLA")
 
 
 def _say_what_communicates(wanted: CommunicationImplementation, platform: str) -> None:
@@ -150,7 +156,7 @@ def _say_what_communicates(wanted: CommunicationImplementation, platform: str) -
         )
 
 
-def of_older_signature(
+def from_older_signature(
     communication: CommunicationImplementation | str = CommunicationImplementation.AUTO,
     cluster_resolver: ClusterResolver | None = None,
 ) -> MultiWorkerMirroredStrategy:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import final
 
-from replicax._src.devices.topology import Topology, resolve_device
-from replicax._src.jax_compat import Device
+from replicax._src.devices.named_devices import resolve_device
+from replicax._src.devices.topology import Topology
+from replicax._src.jax_internals.jax_compat import Device
 from replicax._src.strategies.strategy import Strategy
 
 

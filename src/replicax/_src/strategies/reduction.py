@@ -10,26 +10,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax._src import jax_compat
 from replicax._src.collectives import in_replica
 from replicax._src.collectives.cross_device import CrossDeviceOps, Gathered
 from replicax._src.collectives.in_replica import Communicator, IndexedSlices
-from replicax._src.context import LocalPerReplica
 from replicax._src.devices.topology import Topology
-from replicax._src.errors import ReductionError, UnsupportedError
-from replicax._src.framework import is_variable
+from replicax._src.jax_internals import jax_compat
 from replicax._src.lowering.spmd import in_flight
-from replicax._src.options import ReduceOp
-from replicax._src.user_code import user_line
-from replicax._src.values import DistributedValues, Mirrored, PerReplica, cut, is_value
+from replicax._src.scope.context import LocalPerReplica
+from replicax._src.user.user_code import user_line
+from replicax._src.values.array_types import ConvertibleToArray
+from replicax._src.values.distributed import DistributedValues, Mirrored, PerReplica, cut, is_value
+from replicax._src.values.framework import is_variable
 from replicax._src.variables.variable import Variable
+from replicax._src.vocabulary.errors import ReductionError, UnsupportedError
+from replicax._src.vocabulary.options import ReduceOp
+
+Axis = int | tuple[int, ...] | list[int] | None
+"""None: over replicas only; otherwise over axes of the values too."""
+Computation = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
+"""Returns the result, and a token that is ready after the program."""
 
 
 def _is_leaf(value: Any) -> bool:
     return isinstance(value, IndexedSlices) or is_value(value)
 
 
-def reduce(topology: Topology, ops: CrossDeviceOps | None, op: ReduceOp, value: Any, axis: Any) -> Any:
+def reduce(topology: Topology, ops: CrossDeviceOps | None, op: ReduceOp, value: Any, axis: Axis) -> Any:
     """``Strategy.reduce`` over a pytree.
 
     Args:
@@ -50,7 +56,7 @@ def _check_not_none(value: Any, method: str) -> None:
         )
 
 
-def _axes(axis: Any) -> tuple[int, ...] | None:
+def _axes(axis: Axis) -> tuple[int, ...] | None:
     if axis is None:
         return None
     axes = tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
@@ -73,22 +79,22 @@ def _reduce_leaf(
     if is_variable(value):
         return _reduce_variable(topology, op, value, axes)
     if isinstance(value, Mirrored):
-        if op is ReduceOp.SUM and topology.num_replicas > 1:
+        if op is not ReduceOp.MEAN and topology.num_replicas > 1:
             raise ReductionError(_plain_text("A Mirrored value, which is one value,", value, op))
         value = value.as_array()
-    if topology.num_replicas > 1 and op is ReduceOp.SUM:
+    if topology.num_replicas > 1 and op is not ReduceOp.MEAN:
         raise ReductionError(_plain_text("A non-DistributedValues value", value, op))
     if axes is None:
         return value
     return _reduce_array(op, value, axes)
 
 
-def _reduce_array(op: ReduceOp, value: Any, axes: tuple[int, ...]) -> Any:
+def _reduce_array(op: ReduceOp, value: ConvertibleToArray, axes: tuple[int, ...]) -> jax.Array:
     array = in_replica.reducible(value, op)
-    return _finish(op, _sum(array, _checked(axes, array.ndim)), _count(array.shape, axes))
+    return in_replica.from_sum(op, _sum(array, _checked(axes, array.ndim)), _count(array.shape, axes))
 
 
-def _sum(array: Any, axes: tuple[int, ...]) -> Any:
+def _sum(array: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     return jnp.sum(array, axis=axes, dtype=array.dtype)
 
 
@@ -106,14 +112,16 @@ def _plain_text(what: str, value: Any, op: ReduceOp) -> str:
     )
 
 
-def _reduce_variable(topology: Topology, op: ReduceOp, variable: Any, axes: tuple[int, ...] | None) -> Any:
+def _reduce_variable(
+    topology: Topology, op: ReduceOp, variable: Any, axes: tuple[int, ...] | None
+) -> jax.Array:
     if isinstance(variable, Variable) and variable.has_components:
         stored = variable.components_array
         if topology.peers is None or isinstance(stored, jax_compat.Tracer):
             stored = jnp.stack(_on_one_device(variable.values))
         value = PerReplica(stored, topology.num_replicas)
         return _reduce_per_replica(topology, None, op, value, axes)
-    if op is ReduceOp.SUM and topology.num_replicas > 1:
+    if op is not ReduceOp.MEAN and topology.num_replicas > 1:
         raise ReductionError(
             f"Variable {variable.name!r} is mirrored: all replicas hold the same value, and its sum over replicas "
             f"has no meaning. Use the variable itself, or ReduceOp.MEAN."
@@ -124,7 +132,7 @@ def _reduce_variable(topology: Topology, op: ReduceOp, variable: Any, axes: tupl
     return _reduce_array(op, array, axes)
 
 
-def _on_one_device(values: Sequence[Any]) -> list[Any]:
+def _on_one_device(values: Sequence[jax.Array]) -> list[jax.Array | np.ndarray]:
     return [v if isinstance(v, jax_compat.Tracer) else np.asarray(v) for v in values]
 
 
@@ -132,23 +140,23 @@ def _reduce_local(
     communicator: Communicator,
     ops: CrossDeviceOps | None,
     op: ReduceOp,
-    local: Any,
+    local: ConvertibleToArray,
     axes: tuple[int, ...] | None,
-) -> Any:
+) -> jax.Array:
     """Reduces over replicas by a collective, in ``merge_call``."""
     array = in_replica.reducible(local, op)
 
-    def total(values: list[Any]) -> list[Any]:
+    def total(values: list[jax.Array]) -> list[jax.Array]:
         return communicator.sum(values) if ops is None else ops.sum_in_replica(communicator, values, None)
 
     if axes is None:
-        return _finish(op, total([array])[0], communicator.num_replicas)
+        return in_replica.from_sum(op, total([array])[0], communicator.num_replicas)
     summed = _sum(array, _checked(axes, array.ndim))
     if op is ReduceOp.SUM:
         return total([summed])[0]
     count = jnp.full((), _count(array.shape, axes), jnp.float32)
     result, rows = total([summed])[0], communicator.sum([count])[0]
-    return in_replica.mean_of_sum(result, rows)
+    return in_replica.from_sum(op, result, rows)
 
 
 def _reduce_per_replica(
@@ -177,7 +185,7 @@ def _reduce_per_replica(
     return _launch(topology, compute, value)
 
 
-def _launch(topology: Topology, compute: Callable[[Any], tuple[Any, Any]], value: PerReplica) -> Any:
+def _launch(topology: Topology, compute: Computation, value: PerReplica) -> jax.Array:
     """Computes on the devices. If they must meet, it respects the limit of programs in flight."""
     result, token = compute(value.stored)
     if topology.needs_token and not value.is_equal:
@@ -185,9 +193,7 @@ def _launch(topology: Topology, compute: Callable[[Any], tuple[Any, Any]], value
     return result
 
 
-def _compiled_on(
-    topology: Topology, compute: Callable[[Any], Any], name: str
-) -> Callable[[Any], tuple[Any, Any]]:
+def _compiled_on(topology: Topology, compute: Callable[[jax.Array], jax.Array], name: str) -> Computation:
     """Returns a function that computes on the stored array and also returns a token that is ready after the program."""
     return topology.compile(
         lambda array: (compute(array), jnp.int8(0)), name, out_shardings=topology.replicated
@@ -213,8 +219,8 @@ def _compute(
     is_equal: bool,
     shapes: tuple[tuple[int, ...], ...] | None,
     axes: tuple[int, ...] | None,
-    array: Any,
-) -> Any:
+    array: jax.Array,
+) -> jax.Array:
     """Reduces the stored form of a PerReplica: [R, ...], or [...] if all components are equal."""
     if op is ReduceOp.MEAN and jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize < 4:
         wide = _compute(op, num_replicas, is_equal, shapes, axes, array.astype(jnp.float32))
@@ -222,8 +228,8 @@ def _compute(
     array = in_replica.reducible(array, op)
     if axes is None:
         if is_equal:
-            return _finish(op, array * jnp.asarray(num_replicas, array.dtype), num_replicas)
-        return _finish(op, _sum(array, (0,)), num_replicas)
+            return in_replica.from_sum(op, array * jnp.asarray(num_replicas, array.dtype), num_replicas)
+        return in_replica.from_sum(op, _sum(array, (0,)), num_replicas)
     if shapes is not None:
         parts = [cut(array[r], shape) for r, shape in enumerate(shapes)]
         sums = [_sum(part, axes) for part in parts]
@@ -232,12 +238,12 @@ def _compute(
                 f"The components have different shapes {list(shapes)} in other dims than axis {axes}: their sums "
                 f"cannot be added."
             )
-        return _finish(op, functools.reduce(jnp.add, sums), sum(_count(s, axes) for s in shapes))
+        return in_replica.from_sum(op, functools.reduce(jnp.add, sums), sum(_count(s, axes) for s in shapes))
     if is_equal:
         local = _sum(array, axes) * jnp.asarray(num_replicas, array.dtype)
-        return _finish(op, local, num_replicas * _count(array.shape, axes))
+        return in_replica.from_sum(op, local, num_replicas * _count(array.shape, axes))
     total = _sum(array, (0, *(a + 1 for a in axes)))
-    return _finish(op, total, num_replicas * _count(array.shape[1:], axes))
+    return in_replica.from_sum(op, total, num_replicas * _count(array.shape[1:], axes))
 
 
 def _reduce_through(
@@ -248,11 +254,7 @@ def _reduce_through(
         return ops.reduce(op, value)
     components = [in_replica.reducible(component, op) for component in Gathered.of(value).values]
     total = ops.reduce(ReduceOp.SUM, Gathered([_sum(component, axes) for component in components]))
-    return _finish(op, total, sum(_count(component.shape, axes) for component in components))
-
-
-def _finish(op: ReduceOp, total: Any, count: Any) -> Any:
-    return in_replica.mean_of_sum(total, count) if op is ReduceOp.MEAN else total
+    return in_replica.from_sum(op, total, sum(_count(component.shape, axes) for component in components))
 
 
 def _checked(axes: tuple[int, ...], rank: int) -> tuple[int, ...]:
@@ -288,7 +290,7 @@ def gather(topology: Topology, value: Any, axis: int) -> Any:
     return jax.tree_util.tree_map(gather_leaf, value, is_leaf=_is_leaf)
 
 
-def _gather_per_replica(topology: Topology, value: PerReplica, axis: int) -> Any:
+def _gather_per_replica(topology: Topology, value: PerReplica, axis: int) -> jax.Array:
     shapes = tuple(value.component_shape(r) for r in range(value.num_replicas))
     if isinstance(value.stored, jax_compat.Tracer):
         return _join(shapes, value.is_equal, axis, value.stored)
@@ -300,7 +302,7 @@ def _compiled_join(topology: Topology, shapes: tuple[tuple[int, ...], ...], is_e
     return _compiled_on(topology, functools.partial(_join, shapes, is_equal, axis), "strategy.gather")
 
 
-def _join(shapes: Sequence[tuple[int, ...]], is_equal: bool, axis: int, array: Any) -> Any:
+def _join(shapes: Sequence[tuple[int, ...]], is_equal: bool, axis: int, array: jax.Array) -> jax.Array:
     """Concatenates the components in the stored form of a PerReplica."""
     return in_replica.concatenate(
         [cut(array if is_equal else array[r], shape) for r, shape in enumerate(shapes)], axis
@@ -309,7 +311,8 @@ def _join(shapes: Sequence[tuple[int, ...]], is_equal: bool, axis: int, array: A
 
 def local_results(topology: Topology, value: Any) -> tuple[Any, ...]:
     """``Strategy.experimental_local_results``."""
-    count = len(topology.local_replicas)
+    # Survivors have the values of all replicas.
+    count = len(topology.local_replicas) if topology.survivors is None else topology.num_replicas
     if topology.num_replicas == 1:
         return value.values if isinstance(value, DistributedValues) else (value,)
     if is_value(value):

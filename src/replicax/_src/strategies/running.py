@@ -5,52 +5,45 @@ from __future__ import annotations
 import collections
 import contextlib
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, TypeVar, final
 
 import jax
 
-from replicax._src import jax_compat
 from replicax._src.devices.topology import Topology
-from replicax._src.errors import (
-    CrossReplicaContextError,
-    UnsupportedError,
-)
-from replicax._src.framework import use_imported
+from replicax._src.jax_internals import jax_compat
 from replicax._src.lowering.spmd import Launcher
-from replicax._src.options import RunOptions
-from replicax._src.strategies import drift
+from replicax._src.lowering.surviving_launcher import SurvivingLauncher
+from replicax._src.scope.any_strategy import AnyStrategy
 from replicax._src.strategies.replica_tracing import describe_distributed, results_of, trace_replicas
-from replicax._src.strategies.undistributed import warn_of_whole_batch
 from replicax._src.tracing import key
 from replicax._src.tracing.arguments import Call, ClosureCheck
 from replicax._src.tracing.bindings import own_copy
 from replicax._src.tracing.cache import (
+    ArgumentLeaf,
     FunctionPrograms,
-    Leaf,
     ProgramCache,
     array_leaf,
     jax_state,
 )
 from replicax._src.tracing.capture import Capture, current_capture
-from replicax._src.tracing.explanations import tracer_as_argument
-from replicax._src.tracing.finite import watched
 from replicax._src.tracing.holders import held_elsewhere
 from replicax._src.tracing.labels import watching_labels
-from replicax._src.tracing.program import check_no_leaks
-from replicax._src.user_code import user_line
-from replicax._src.values import (
+from replicax._src.tracing.outer_trace import tracer_as_argument
+from replicax._src.user.listening import ResultWatch, listener
+from replicax._src.user.user_code import user_line
+from replicax._src.values.distributed import (
     DistributedValues,
     Mirrored,
     PerReplica,
     Results,
+    is_distributed,
     is_value,
     local_views,
 )
-
-if TYPE_CHECKING:
-    from replicax._src.strategies.strategy import Strategy
+from replicax._src.vocabulary.errors import UnsupportedError
+from replicax._src.vocabulary.options import RunOptions
 
 
 @final
@@ -60,20 +53,23 @@ class LoweredFunction:
 
     Attributes:
       results: Converts arrays into the results of ``run``.
-      tell_drift: Called with the leaves of a call; see ``strategies/drift.py``.
-      check_closure: Called with them, too.
+      watch: Watches the results for state that replicas no longer share.
+      check_closure: Called with the leaves of a call.
     """
 
-    launcher: Launcher
+    launcher: Launcher | SurvivingLauncher
     results: Results
-    tell_drift: Callable[[Sequence[Any]], object]
+    watch: ResultWatch
     check_closure: ClosureCheck
 
+
+_R = TypeVar("_R")
+_Array = TypeVar("_Array")
 
 DEFAULT_OPTIONS = RunOptions()
 
 
-class Runner:
+class ReplicaRunner:
     """Runs functions on the replicas of one strategy.
 
     Args:
@@ -81,7 +77,7 @@ class Runner:
       topology: The replicas' devices.
     """
 
-    def __init__(self, strategy: Strategy, topology: Topology):
+    def __init__(self, strategy: AnyStrategy, topology: Topology):
         self._strategy = strategy
         self._topology = topology
         self._cache: ProgramCache[LoweredFunction] = ProgramCache()
@@ -97,39 +93,41 @@ class Runner:
         return len(self._cache)
 
     @property
-    def last_launcher(self) -> Launcher:
+    def last_launcher(self) -> Launcher | SurvivingLauncher:
         """The launcher of the program that was traced last, to inspect the compiled program."""
         assert self._last is not None, "nothing has been traced yet"
         return self._last.launcher
 
     def run(
-        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: RunOptions
-    ) -> Any:
+        self, fn: Callable[..., _R], args: Sequence[Any], kwargs: Mapping[str, Any], options: RunOptions
+    ) -> _R:
         """Runs ``fn`` once per replica; see ``Strategy.run``."""
         fn = key.unwrap(fn)
         is_plain = not kwargs and options is DEFAULT_OPTIONS and current_capture() is None
         is_plain = is_plain and not key.lifted_cells(fn)
-        if is_plain and (found := self._shallow(args)) is not None:
+        found = self._shallow(args) if is_plain else None
+        if found is not None:
             placed = self._cache.programs_of(fn).shallow.get(found[0])
             if placed is not None:
                 return placed.results.wrap(placed.launcher(found[1]))
-        use_imported()
-        call = Call(fn, args, kwargs, is_value, opens_modules=True)
+        if found is None:
+            call = Call(fn, args, kwargs, is_value, opens_modules=True)
+        else:  # no argument is a variable or a module
+            call = Call(fn, args, kwargs, is_distributed)
         outer = current_capture()
+        if outer is not None:
+            outer.use_strategy(self._strategy)
         _check(call, options, outer)
         if outer is not None:
             return self._run_inline(outer, call, options)
         programs = self._cache.programs_of(fn)
         self._describe(call, programs)
         donated = self._donated(args, call, options)
-        signature = (
-            call.tree,
-            tuple(call.described),
+        signature = call.signature(
             tuple(donated),
             tuple(sorted((options.experimental_xla_options or {}).items())),
             options.check_same,
             options.check_finite,
-            jax_state(),
         )
 
         def traced() -> LoweredFunction:
@@ -142,7 +140,7 @@ class Runner:
 
         def launched(placed: LoweredFunction) -> Any:
             placed.check_closure(call.leaves)
-            if is_plain and (found := self._shallow(args)) is not None:
+            if found is not None:
                 programs.shallow[found[0]] = placed
             given = self._give_away(call, donated) if _donates(options) else call.arrays
             arrays = placed.launcher(given)
@@ -154,42 +152,51 @@ class Runner:
         placed = programs.get(signature)
         if placed is None:
             num_replicas = self._topology.num_replicas
-            return self._cache.first_call(
-                call.fn,
-                programs,
-                signature,
-                call.described,
-                traced,
-                launched,
-                num_replicas=num_replicas,
-                paths=call.paths,
-            )
+            with self._cache.first_call(call.fn, call.described, num_replicas=num_replicas):
+                placed = self._cache.keep(call.fn, programs, signature, call.described, traced(), call.paths)
+                return launched(placed)
         if options.check_same:
-            placed.tell_drift(call.leaves)
+            placed.watch.check(call.leaves)
         return launched(placed)
 
     def place(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: RunOptions
-    ) -> tuple[LoweredFunction, list[Any]]:
+    ) -> tuple[LoweredFunction, list[jax.Array]]:
         """Returns the program that ``run`` would run, and its arguments, to lower it. Runs and keeps nothing."""
-        use_imported()
         call = Call(fn, args, kwargs, is_value, opens_modules=True)
         self._describe(call, None)
         return self._trace(call, self._donated(args, call, options), options), call.arrays
 
-    def owned(self, array: Any) -> Any:
+    def check_eager(self) -> None:
+        """Raises UnsupportedError in a cluster, because replica functions run eagerly in one process."""
+        peers = self._topology.peers
+        self._topology.refuse_survivors("strategy.run(..., options=rx.RunOptions(eager=True))")
+        if peers is not None:
+            num_replicas, num_local = self._topology.num_replicas, len(self._topology.local_devices)
+            raise UnsupportedError(
+                f"strategy.run(..., options=rx.RunOptions(eager=True)) runs in one process, on the rows of all "
+                f"{num_replicas} replicas, and {peers.names[peers.number]} has only those of {num_local}. Debug "
+                f"without TF_CONFIG, with as many devices in one process: "
+                f"rx.config.set_local_devices({num_replicas}) and MirroredStrategy. Or leave eager out; "
+                "jax.debug.print prints on every worker."
+            )
+
+    def check_steps(self) -> None:
+        """Raises nothing."""
+
+    def owned(self, array: _Array) -> _Array:
         """Records that nobody else holds the buffers of ``array``, and returns it."""
         self._owned[id(array)] = array
         return array
 
-    def _shallow(self, args: Sequence[Any]) -> tuple[Any, list[Any]] | None:
+    def _shallow(self, args: Sequence[Any]) -> tuple[Hashable, list[jax.Array]] | None:
         """Returns the signature and the arrays of common arguments: placed values, or tuples of them.
 
         Returns None for all others. ``_describe`` handles every case, but is slower.
         """
         topology = self._topology
-        signature: list[Any] = [jax_state()]
-        arrays: list[Any] = []
+        signature: list[Hashable] = [jax_state()]
+        arrays: list[jax.Array] = []
         for arg in args:
             leaves = arg if type(arg) is tuple else (arg,)
             signature.append(leaves is arg and len(leaves))
@@ -215,7 +222,7 @@ class Runner:
 
         replicated = self._topology.replicated
 
-        def rule(leaf: Any) -> tuple[Leaf, Any] | None:
+        def rule(leaf: Any) -> tuple[ArgumentLeaf, jax.Array] | None:
             result = local_views.result_of(leaf, replicated)
             if result is not None and not is_traced:
                 return array_leaf(leaf), result
@@ -231,7 +238,7 @@ class Runner:
                 return None
             return described, array if is_traced else self._placed(array, described.kind == "row")
 
-        call.describe(programs, rule)
+        call.describe(programs, list(map(rule, call.leaves)))
 
     def _placed(self, array: Any, is_row: bool) -> Any:
         if not isinstance(array, jax.Array):
@@ -260,7 +267,7 @@ class Runner:
             if one.kind != "static"
         ]
 
-    def _give_away(self, call: Call, donated: Sequence[bool]) -> list[Any]:
+    def _give_away(self, call: Call, donated: Sequence[bool]) -> list[jax.Array]:
         """Copies the donated arrays that somebody else may hold, and empties the values that held the others."""
         arrays = call.arrays
         holders = [leaf for leaf, d in zip(call.leaves, call.described, strict=True) if d.kind != "static"]
@@ -295,38 +302,31 @@ class Runner:
                 binding_of=self._strategy.bindings.binding_of,
                 has_modules=call.has_modules,
             )
-        traced, name, told = program, key.name_of(fn), self._has_drifted
-        function, paths = (
-            drift.identity_of(fn),
-            call.paths,
-        )  # neither of them holds the function or its arguments
-
-        def tell_drift(leaves: Sequence[Any]) -> dict[int, str]:
-            if all(not isinstance(leaf, PerReplica) or leaf.maker is None for leaf in leaves):
-                return {}  # no program has made any of them
-            drifted = drift.drifted_paths(function, traced, paths(), described, leaves)
-            if drifted and (options.check_same or function not in told):
-                told.add(function)
-                drift.tell(name, drifted, reduced_at=traced.reduced_at, raises=options.check_same)
-            return drift.drifted_results(name, traced, paths(), leaves, drifted)
-
-        apart = tell_drift(call.leaves)
-        warn_of_whole_batch(name, program, paths(), described, call.leaves)
+        name, paths = key.name_of(fn), call.paths
+        watch = listener().traced_run(
+            fn,
+            name,
+            program,
+            paths,
+            described,
+            call.leaves,
+            raises=options.check_same,
+            reported=self._has_drifted,
+        )
         if current_capture() is None:
             for variant in program.variants:
-                check_no_leaks(variant)
-        if all(program.same_outputs):  # equal outputs cannot drift apart
-            results = results_of(program, self._topology)
-        else:
-            shared = drift.shared_shapes(paths(), described)
-            results = results_of(program, self._topology, function, shared, apart)
+                variant.check_no_leaks()
+        results = results_of(program, self._topology, watch.maker_of)
         check_closure = call.closure_check([variant.jaxpr for variant in program.variants])
         check = None
         if labels is not None:
             self._check_may_watch()
             names = [path for path, leaf in zip(paths(), described, strict=True) if leaf.kind != "static"]
-            program, check = watched(program, f"{name}, run at {user_line()}", names, rows, labels)
-        launcher = Launcher(
+            program, check = listener().watch_finite(
+                program, f"{name}, run at {user_line()}", names, rows, labels
+            )
+        make_launcher = Launcher if self._topology.survivors is None else SurvivingLauncher
+        launcher = make_launcher(
             program,
             name,
             self._strategy.variable_placement,
@@ -336,7 +336,7 @@ class Runner:
             dict(options.experimental_xla_options or {}) or None,
             check,
         )
-        return LoweredFunction(launcher, results, tell_drift, check_closure)
+        return LoweredFunction(launcher, results, watch, check_closure)
 
     def _check_may_watch(self) -> None:
         layouts = self._strategy.variable_placement.layouts
@@ -353,7 +353,6 @@ class Runner:
         self._describe(call, None, is_traced=True)
         placed = self._last = self._trace(call, [False] * len(call.arrays), options)
         placed.check_closure(call.leaves)
-        outer.use_strategy(self._strategy)
         launcher = placed.launcher
         written, read = launcher.state_bindings
         new, _, outs, _ = launcher.placed(
@@ -380,11 +379,6 @@ def _check(call: Call, options: RunOptions, outer: Capture | None) -> None:
         raise UnsupportedError(
             "RunOptions(donate_args=…) does not work with nnx modules as arguments, because the modules hold the arrays. Leave "
             "it out, or pass the module's state as arrays (nnx.split)."
-        )
-    if outer is not None and outer.is_replica:
-        raise CrossReplicaContextError(
-            "strategy.run was called in merge_call, whose function is part of a replica program that is being "
-            "traced. Do that work in the replica function, or after run."
         )
     if outer is not None and call.has_modules:
         raise UnsupportedError(

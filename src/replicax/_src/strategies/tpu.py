@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, final
+from typing import final
 
 from replicax._src.cluster.resolver import ClusterResolver
 from replicax._src.cluster.tpu import TPUClusterResolver
 from replicax._src.devices.topology import Topology, replica_mesh
 from replicax._src.devices.tpu.device_assignment import DeviceAssignment
-from replicax._src.errors import InvalidArgumentError, UnsupportedError
-from replicax._src.home import install_command
-from replicax._src.options import ShardState
+from replicax._src.packaging.home import install_command
 from replicax._src.strategies.strategy import Strategy
 from replicax._src.strategies.tpu_system import TPUSystem
-from replicax._src.variables.layout_map import LayoutMap
+from replicax._src.variables.layout_map import DimAxes, LayoutMap
+from replicax._src.vocabulary.errors import InvalidArgumentError, UnsupportedError
+from replicax._src.vocabulary.options import ShardState
 
 log = logging.getLogger("replicax")
 
@@ -28,8 +28,8 @@ class TPUStrategy(Strategy):
     ``experimental_split_to_logical_devices`` and the compiler shard the replica's program over them; results are those
     of one device. Variables are replicated over all cores, unless they are sharded too.
 
-    On a machine without TPUs, virtual CPU devices stand for the cores: ``rx.config.set_local_devices(8)``. A single CPU
-    device is used with a warning.
+    With ``TPUClusterResolver("local")``, on a machine without TPUs, virtual CPU devices stand for the cores:
+    ``rx.config.set_local_devices(8)``. A single CPU device is used with a warning.
 
     Args:
       tpu_cluster_resolver: The resolver that describes the TPUs; default: ``TPUClusterResolver()``, for the TPUs of
@@ -43,7 +43,7 @@ class TPUStrategy(Strategy):
       shard_size: See ``MirroredStrategy``.
 
     Raises:
-      DeviceError: There are neither TPUs nor virtual devices.
+      DeviceError: There are no TPUs, and the resolver asks for no virtual devices.
       InvalidArgumentError: The assignment is for other devices, ``layout_map`` names an unknown axis, or ``shard_size``
         does not divide the number of replicas.
       UnsupportedError: A replica has cores of several hosts.
@@ -58,7 +58,7 @@ class TPUStrategy(Strategy):
         experimental_device_assignment: DeviceAssignment | None = None,
         experimental_spmd_xla_partitioning: bool = False,
         *,
-        layout_map: LayoutMap | Mapping[str, Any] | None = None,
+        layout_map: LayoutMap | Mapping[str, DimAxes] | None = None,
         shard_state: ShardState | str | None = None,
         shard_size: int | None = None,
     ):
@@ -77,7 +77,7 @@ class TPUStrategy(Strategy):
                 "%s; elsewhere virtual CPU devices may stand for the cores: rx.config.set_local_devices(8).",
                 install_command("jax[tpu]"),
             )
-        topology = Topology.of_mesh(replica_mesh(grid))
+        topology = Topology.from_mesh(replica_mesh(grid))
         super().__init__(
             lambda: topology,
             cluster_resolver=resolver,
@@ -96,7 +96,7 @@ class TPUStrategy(Strategy):
         )
 
 
-def of_older_signature(
+def from_older_signature(
     tpu_cluster_resolver: ClusterResolver | None = None,
     device_assignment: DeviceAssignment | None = None,
     *,

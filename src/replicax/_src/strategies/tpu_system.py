@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-from replicax._src import jax_compat
 from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.resolver import ClusterResolver, is_one_task, membership_of
 from replicax._src.cluster.tpu import TPUClusterResolver
-from replicax._src.devices.topology import local_devices
+from replicax._src.devices.jax_backend import local_devices
 from replicax._src.devices.tpu.device_assignment import DeviceAssignment
-from replicax._src.devices.tpu.topology import Topology, TPUSystemMetadata, full_mesh, usual_mesh_shape
-from replicax._src.errors import DeviceError, InvalidArgumentError, UnsupportedError
-from replicax._src.jax_compat import Device
+from replicax._src.devices.tpu.positions import Topology, TPUSystemMetadata, full_mesh, usual_mesh_shape
+from replicax._src.jax_internals import jax_compat
+from replicax._src.jax_internals.jax_compat import Device
 from replicax._src.strategies.joining import TIMEOUT_S, join_workers
+from replicax._src.vocabulary.errors import DeviceError, InvalidArgumentError, UnsupportedError
 
 log = logging.getLogger("replicax")
 
@@ -148,7 +148,8 @@ def initialize_tpu_system(cluster_resolver: ClusterResolver | None = None) -> To
       cluster_resolver: The resolver that describes the TPUs; default: ``TPUClusterResolver()``.
 
     Raises:
-      DeviceError: There are neither TPUs nor virtual devices, or their number is not the requested one.
+      DeviceError: There are no TPUs, and the resolver asks for no virtual devices; or their number is not the
+        requested one.
       ClusterStartError: A host is missing after ``REPLICAX_START_TIMEOUT_S``.
 
     Source: tf.tpu.experimental.initialize_tpu_system.

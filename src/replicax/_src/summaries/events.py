@@ -15,7 +15,7 @@ from typing import Any, final
 
 import numpy as np
 
-from replicax._src.extras import missing_extra
+from replicax._src.packaging.extras import missing_extra
 
 _file_numbers = itertools.count()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from replicax._src.status.counters import counters
+from replicax._src.cluster.counters import counters
 from replicax._src.summaries.current import default_writer
 from replicax._src.summaries.writer import SummaryWriter
 

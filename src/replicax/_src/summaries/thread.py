@@ -9,15 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-from replicax._src.errors import InvalidArgumentError, SummaryError
 from replicax._src.summaries.events import EventFile
+from replicax._src.vocabulary.errors import InvalidArgumentError, SummaryError
 
 # The longest time for which ``add`` waits while the queue is full.
 ADD_LIMIT_S: Final = 300.0
 
 
 @dataclass(frozen=True)
-class Entry:
+class PendingSummary:
     """A summary to write.
 
     Attributes:
@@ -42,14 +42,14 @@ class WritingThread:
     def __init__(self, file: EventFile, max_in_flight: int, flush_every_s: float):
         self._file, self._flush_every_s = file, flush_every_s
         # An event asks for a flush, and is set after it. ``_has_ended`` is the last one.
-        self._queue: queue.Queue[Entry | threading.Event] = queue.Queue(max_in_flight)
+        self._queue: queue.Queue[PendingSummary | threading.Event] = queue.Queue(max_in_flight)
         self._has_ended, self._end_is_queued, self._is_asked_to_end = threading.Event(), False, False
         self._error: Exception | None = None
         self._num_written, self._waited_s = 0, 0.0
         self._thread = threading.Thread(target=self._run, name="replicax summaries", daemon=True)
         self._thread.start()
 
-    def add(self, entry: Entry, timeout_s: float = ADD_LIMIT_S) -> None:
+    def add(self, entry: PendingSummary, timeout_s: float = ADD_LIMIT_S) -> None:
         """Adds an entry. Raises the error of an earlier entry, or a ``SummaryError`` if the queue stays full."""
         self.check()
         before = time.monotonic() if self._queue.full() else None
@@ -76,7 +76,7 @@ class WritingThread:
         self._is_asked_to_end = True
         self._wait_for(self._has_ended, timeout_s)
 
-    def stop_unless_asked(self, timeout_s: float) -> None:
+    def stop_if_running(self, timeout_s: float) -> None:
         """Stops the thread when Python exits, unless ``stop`` was called before."""
         if not self._is_asked_to_end:
             self.stop(timeout_s)
@@ -113,7 +113,7 @@ class WritingThread:
         flush_at: float | None = None
         while not self._has_ended.is_set():
             asked = self._next(flush_at)
-            if isinstance(asked, Entry):
+            if isinstance(asked, PendingSummary):
                 self._guarded(asked.what, self._write, asked)
                 flush_at = flush_at or time.monotonic() + self._flush_every_s
                 continue
@@ -122,14 +122,14 @@ class WritingThread:
             if asked is not None:
                 asked.set()
 
-    def _next(self, flush_at: float | None) -> Entry | threading.Event | None:
+    def _next(self, flush_at: float | None) -> PendingSummary | threading.Event | None:
         """Returns the next item of the queue; None when it is time to flush."""
         try:
             return self._queue.get(timeout=None if flush_at is None else max(flush_at - time.monotonic(), 0))
         except queue.Empty:
             return None
 
-    def _write(self, entry: Entry) -> None:
+    def _write(self, entry: PendingSummary) -> None:
         entry.write(self._file)
         self._num_written += 1
 

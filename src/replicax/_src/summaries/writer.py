@@ -9,24 +9,22 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Self, final
+from typing import Any, Self, final
 
 import jax.numpy as jnp
 import numpy as np
 
+from replicax._src.cluster.counters import counters
 from replicax._src.cluster.detect import choose_resolver
 from replicax._src.cluster.peers import joined_peers
-from replicax._src.context import get_strategy, has_strategy
-from replicax._src.errors import InvalidArgumentError, SummaryError
-from replicax._src.options import path_of, whole_number
-from replicax._src.parameter_servers.coordinator.remote_value import RemoteValue
-from replicax._src.status.counters import counters
+from replicax._src.scope.context import get_strategy, has_strategy
+from replicax._src.strategies.strategy import Strategy
 from replicax._src.summaries import current, events
-from replicax._src.summaries.taking import check_place, fetching, taken
-from replicax._src.summaries.thread import Entry, WritingThread
-
-if TYPE_CHECKING:
-    from replicax._src.strategies.strategy import Strategy
+from replicax._src.summaries.summary_values import check_place, fetching, taken
+from replicax._src.summaries.thread import PendingSummary, WritingThread
+from replicax._src.values.future_value import FutureValue
+from replicax._src.vocabulary.errors import InvalidArgumentError, SummaryError
+from replicax._src.vocabulary.options import path_of, whole_number
 
 log = logging.getLogger("replicax")
 _Check = Callable[[str, tuple[int, ...], Any], None]
@@ -91,8 +89,12 @@ class SummaryWriter:
 
     @property
     def is_writing(self) -> bool:
-        """True if this process writes. The value is fixed at the first summary."""
+        """True if this process writes. The value is fixed at the first summary, except that another process writes
+        after the death of the chief, if the live processes continue.
+        """
         if self._writes is None:
+            self._strategy = self._strategy or (get_strategy() if has_strategy() else None)
+        if self._writes is None or joined_peers() is not None:
             self._writes = _is_chief(self._strategy)
         return self._writes
 
@@ -170,7 +172,7 @@ class SummaryWriter:
             return False
         step = taken(current.step_or_default(step, what, name), what, name)
         data = taken(data, what, name)
-        if not isinstance(data, RemoteValue):
+        if not isinstance(data, FutureValue):
             check(name, data.shape, data.dtype)
         if not self.is_writing:
             return False
@@ -181,7 +183,7 @@ class SummaryWriter:
             check(name, array.shape, array.dtype)
             file.add(make(name, array, *options), fetch_step(), wall_time)
 
-        self._running_thread().add(Entry(f"{what}({name!r})", write))
+        self._running_thread().add(PendingSummary(f"{what}({name!r})", write))
         return True
 
     def _running_thread(self) -> WritingThread:
@@ -193,7 +195,7 @@ class SummaryWriter:
                     raise SummaryError(f"Summaries cannot be written to {self.logdir}: {error}.") from error
                 self._thread = WritingThread(file, self._max_in_flight, self._flush_every_s)
                 weakref.finalize(
-                    self, self._thread.stop_unless_asked, _AT_THE_END_S
+                    self, self._thread.stop_if_running, _AT_THE_END_S
                 )  # stops at the latest when Python exits
             return self._thread
 
@@ -255,7 +257,6 @@ class SummaryWriter:
 
 
 def _is_chief(strategy: Strategy | None) -> bool:
-    strategy = strategy or (get_strategy() if has_strategy() else None)
     if strategy is not None:
         return strategy.extended.should_save_summary
     peers = joined_peers()
@@ -301,7 +302,7 @@ _KINDS: dict[str, tuple[_Check, Callable[..., Any]]] = {
 
 
 def _step_of(step: Any, what: str, name: str) -> Callable[[], int]:
-    if isinstance(step, RemoteValue) or step.shape or not jnp.issubdtype(step.dtype, jnp.integer):
+    if isinstance(step, FutureValue) or step.shape or not jnp.issubdtype(step.dtype, jnp.integer):
         raise InvalidArgumentError(f"{what}({name!r}): the step must be a whole number, got {step!r:.200}.")
     if step.dtype == np.uint64 and int(step) > np.iinfo(np.int64).max:
         raise InvalidArgumentError(f"{what}({name!r}): files have steps of up to 2**63 - 1, got {int(step)}.")

@@ -5,22 +5,24 @@ It recognises classes of other libraries by their methods or names, and imports 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax._src import jax_compat
-from replicax._src.errors import InvalidArgumentError, UnsupportedError
-from replicax._src.framework import Close, open_modules
-from replicax._src.migrate.tensorflow_code import OF_VARIABLE, is_variable
-from replicax._src.narrowing import names_of, narrowed_at
+from replicax._src.jax_internals import jax_compat
 from replicax._src.tracing import key
-from replicax._src.tracing.cache import FunctionPrograms, Leaf, array_leaf, static_leaf
+from replicax._src.tracing.cache import ArgumentLeaf, FunctionPrograms, array_leaf, jax_state, static_leaf
+from replicax._src.user.listening import listener
+from replicax._src.user.tensorflow_values import OF_VARIABLE, is_variable
+from replicax._src.values.framework import Close, open_modules, use_imported
+from replicax._src.values.narrowing import names_of, narrowed_at
+from replicax._src.vocabulary.errors import InvalidArgumentError, UnsupportedError
 
 _ROOTS = ("args", "kwargs", "closure")
 
@@ -31,6 +33,7 @@ class Call:
 
     Attributes:
       fn: The function, unwrapped.
+      cells: The cells of its closure that hold arrays, which programs take.
       tree: The structure of (args, kwargs, cells), or of what ``open_modules`` makes of it.
       leaves: The leaves, in the form in which programs take them.
       close: Writes the new state of modules back and returns the results; None if no argument has modules.
@@ -47,14 +50,16 @@ class Call:
         *,
         opens_modules: bool = False,
     ):
+        use_imported()  # the arguments may be variables of a framework that was imported since
         self.fn = key.unwrap(fn)
-        pytree: Any = tuple(args), dict(kwargs), key.lifted_cells(self.fn)
+        self.cells, self._is_leaf = key.lifted_cells(self.fn), is_leaf
+        pytree: Any = tuple(args), dict(kwargs), self.cells
         self.close: Close | None = None
         if opens_modules:
             pytree, self.close = open_modules(pytree)
         leaves, self.tree = jax.tree_util.tree_flatten(pytree, is_leaf=is_leaf)
         self.leaves = as_arguments(leaves, self.tree, has_modules=self.has_modules)
-        self.described: list[Leaf] = []
+        self.described: list[ArgumentLeaf] = []
         self.arrays: list[Any] = []
 
     @property
@@ -62,7 +67,26 @@ class Call:
         return self.close is not None
 
     @property
-    def inputs(self) -> list[Leaf]:
+    def passes_modules(self) -> bool:
+        """True if a module of nnx is an argument, and was not opened."""
+        return not self.has_modules and open_modules(self.tree.unflatten(self.leaves))[1] is not None
+
+    @property
+    def form(self) -> CallForm:
+        """The call without its arrays, once it is described."""
+        return CallForm(self.fn, self.tree, self.described, has_modules=self.has_modules)
+
+    def signature(self, *others: Any) -> tuple[Any, ...]:
+        """Returns what selects a program of the function: the described call, JAX's settings, and ``others``."""
+        return self.tree, tuple(self.described), *others, jax_state()
+
+    @property
+    def num_lifted(self) -> int:
+        """The number of arrays in ``cells``."""
+        return sum(map(key.is_array, jax.tree_util.tree_leaves(self.cells, is_leaf=self._is_leaf)))
+
+    @property
+    def inputs(self) -> list[ArgumentLeaf]:
         """The descriptions of ``arrays``."""
         return [leaf for leaf in self.described if leaf.kind != "static"]
 
@@ -74,27 +98,30 @@ class Call:
     def describe(
         self,
         programs: FunctionPrograms | None,
-        rule: Callable[[Any], tuple[Leaf, Any] | None] = lambda _: None,
+        known: Sequence[tuple[ArgumentLeaf, Any] | None] | None = None,
+        constant_of: Callable[[Any], Hashable | None] | None = None,
     ) -> None:
         """Describes each leaf.
 
         Args:
           programs: The function's programs, which take floats that change between calls as inputs; None makes all
             floats constants.
-          rule: Returns the description of a leaf and the array that the program takes, if any; None for the default.
+          known: For each leaf, its description and the array that the program takes; None for the default. By default
+            all leaves have the default.
+          constant_of: Returns a hashable for a leaf that is a constant and equal if that is; None for other leaves.
         """
-        for position, leaf in enumerate(self.leaves):
-            described, array = rule(leaf) or (_described(leaf, position, programs), leaf)
+        known = known or [None] * len(self.leaves)
+        for position, (leaf, here) in enumerate(zip(self.leaves, known, strict=True)):
+            if constant_of is not None and (constant := constant_of(leaf)) is not None:
+                here = ArgumentLeaf("static", value=(type(constant), constant)), None
+            described, array = here or (_described(leaf, position, programs), leaf)
             self.described.append(described)
             if described.kind != "static":
                 self.arrays.append(array)
 
     def pytree_of(self, arrays: Sequence[Any]) -> Any:
         """Returns (args, kwargs, cells) with other arrays, such as tracers."""
-        remaining = iter(arrays)
-        return self.tree.unflatten(
-            [leaf.thaw() if leaf.kind == "static" else next(remaining) for leaf in self.described]
-        )
+        return self.form.pytree_of(arrays)
 
     def finished(self, result: Any) -> Any:
         """Returns what the caller gets for the result of a program."""
@@ -102,19 +129,67 @@ class Call:
 
     def closure_check(self, jaxprs: Sequence[Any]) -> ClosureCheck:
         """Returns the check of the closure, for every call of programs that take ``arrays`` last."""
-        return ClosureCheck(
-            self.tree,
-            self.described,
-            lambda: used_by(jaxprs, len(self.arrays)),
-            has_modules=self.has_modules,
+        return self.form.closure_check(lambda: used_by(jaxprs, len(self.arrays)))
+
+
+@final
+class CallForm:
+    """A call of a traced function without its arrays: all that its trace depends on.
+
+    Args:
+      fn: The function, unwrapped.
+      tree: The structure of (args, kwargs, cells), or of what ``open_modules`` makes of it.
+      described: The leaves without their values.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        tree: Any,
+        described: Sequence[ArgumentLeaf],
+        *,
+        has_modules: bool = False,
+    ):
+        self.fn, self._tree, self._described, self._has_modules = fn, tree, described, has_modules
+
+    @property
+    def avals(self) -> list[Any]:
+        """The abstract arrays that the program takes."""
+        return [leaf.aval() for leaf in self._described if leaf.kind != "static"]
+
+    def pytree_of(self, arrays: Sequence[Any], instead: Callable[[Any], Any] = lambda value: value) -> Any:
+        """Returns (args, kwargs, cells) with these arrays.
+
+        Args:
+          arrays: The arrays, such as tracers.
+          instead: Returns the value of a static leaf in the function.
+        """
+        remaining = iter(arrays)
+        return self._tree.unflatten(
+            [instead(leaf.thaw()) if leaf.kind == "static" else next(remaining) for leaf in self._described]
         )
 
+    def opened(
+        self, arrays: Sequence[Any], instead: Callable[[Any], Any] = lambda value: value
+    ) -> tuple[Callable[..., Any], Any, Any]:
+        """Returns the function, its arguments and its keyword arguments with these arrays; see ``pytree_of``."""
+        args, kwargs, cells = self.pytree_of(arrays, instead)
+        return key.with_cells(self.fn, cells), args, kwargs
 
-def _described(leaf: Any, position: int, programs: FunctionPrograms | None) -> Leaf:
+    def tracing(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which the function is traced: listeners look at its code."""
+        return listener().tracing(self.fn)
+
+    def closure_check(self, used: Callable[[], Collection[int]]) -> ClosureCheck:
+        """Returns the check of the closure, for every call of programs that use these of the arrays."""
+        return ClosureCheck(self._tree, self._described, used, has_modules=self._has_modules)
+
+
+def _described(leaf: Any, position: int, programs: FunctionPrograms | None) -> ArgumentLeaf:
     if key.is_array(leaf):
         return array_leaf(leaf)
     if type(leaf) is float and programs is not None and programs.is_varying(position, leaf):
-        return Leaf("whole", (), jnp.result_type(float), weak_type=True)
+        return ArgumentLeaf("whole", (), jnp.result_type(float), weak_type=True)
     return static_leaf(leaf)
 
 
@@ -172,7 +247,7 @@ class ClosureCheck:
     def __init__(
         self,
         tree: Any,
-        described: Sequence[Leaf],
+        described: Sequence[ArgumentLeaf],
         used: Callable[[], Collection[int]],
         *,
         has_modules: bool = False,

@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from replicax._src import jax_compat
-from replicax._src.devices.specs import Axes
+from replicax._src.devices.sharding_specs import Axes
 from replicax._src.devices.topology import Topology
-from replicax._src.errors import TraceError, VariableError
-from replicax._src.framework import make_binding
+from replicax._src.jax_internals import jax_compat
 from replicax._src.tracing.optimizer_slots import optimizer_slots_of
+from replicax._src.values.framework import make_binding
+from replicax._src.vocabulary.errors import TraceError, VariableError
 
 # A thread holds this lock while a program takes the state and gives it back, so that threads neither donate one array
 # twice nor read one that is being donated. Reads of rx.Variable take it; reads of Keras variables cannot.
@@ -99,7 +99,7 @@ class Binding:
         name: str,
         shape: Sequence[int],
         dtype: Any,
-        sync_policy: SyncPolicy,
+        sync_policy: SyncPolicy = SyncPolicy.MIRRORED,
         holder: Any = None,
     ):
         self.variable = variable
@@ -145,7 +145,7 @@ class Layouts(Protocol):
         """Returns the layout in which a variable is stored; None if it is replicated."""
         ...
 
-    def of_given(self, variable: Any, axes: Axes) -> NamedSharding | None:
+    def layout_by_axes(self, variable: Any, axes: Axes) -> NamedSharding | None:
         """Returns the layout that a variable would have if the logical devices sharded it by ``axes``."""
         ...
 
@@ -223,7 +223,7 @@ class BindingTable:
         assert self._layouts is not None
         is_met = id(variable) in self._bindings
         binding = self.binding_of(variable)
-        layout = self._layouts.of_given(variable, axes)
+        layout = self._layouts.layout_by_axes(variable, axes)
         if binding.layout == layout:
             return
         if binding.sync_policy.is_per_replica:
@@ -262,6 +262,17 @@ _unshared: weakref.WeakValueDictionary[int, jax.Array] = weakref.WeakValueDictio
 def note_unshared(value: jax.Array) -> None:
     """Notes that ``value`` was made for a variable and nobody else holds it, so that adoption need not copy it."""
     _unshared[id(value)] = value
+
+
+def forget_unshared(value: jax.Array) -> None:
+    """Takes ``note_unshared`` back: adoption compares the value with those of other processes."""
+    _unshared.pop(id(value), None)
+
+
+def is_adopted(binding: Binding) -> bool:
+    """True if adoption would not compare the value of a variable with those of other processes."""
+    value = binding.value
+    return value is not None and (value is binding.placed or _unshared.get(id(value)) is value)
 
 
 def placed_by_each(value: Any, topology: Topology) -> jax.Array:

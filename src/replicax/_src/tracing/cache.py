@@ -6,6 +6,7 @@ It warns once, with the reason, about a function that is traced too often.
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import logging
 import weakref
@@ -15,8 +16,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from replicax._src import jax_compat
 from replicax._src.cluster.progress import batch_of_other_size, compiling
+from replicax._src.jax_internals import jax_compat
 from replicax._src.tracing import key
 
 log = logging.getLogger("replicax")
@@ -25,7 +26,7 @@ _MAX_VERSIONS = 16  # versions of one function that differ in closures or global
 T = TypeVar("T")
 
 
-class Leaf(NamedTuple):
+class ArgumentLeaf(NamedTuple):
     """The form in which one leaf of the arguments enters a program.
 
     Attributes:
@@ -51,7 +52,7 @@ class Leaf(NamedTuple):
         """Returns the static leaf itself."""
         return self.value[1] if isinstance(self.value, tuple) else self.value.content
 
-    def differs_in_size(self, other: Leaf) -> bool:
+    def differs_in_size(self, other: ArgumentLeaf) -> bool:
         """True for an array of the same dtype and rank that has another shape."""
         is_same_array = (self.kind, self.dtype, len(self.shape)) == (
             other.kind,
@@ -66,7 +67,7 @@ class Leaf(NamedTuple):
             return sum(shape[0] for shape in self.shapes)
         return self.shape[0] * (num_replicas if self.kind == "row" else 1)
 
-    def differs_in_rows(self, other: Leaf) -> bool:
+    def differs_in_rows(self, other: ArgumentLeaf) -> bool:
         """True for an array that differs in nothing but the size of its first dim."""
         if self.kind == "static" or not (self.shape and other.shape):
             return False
@@ -80,7 +81,7 @@ class Leaf(NamedTuple):
         return f"{self.dtype}{list(self.shape)}"
 
 
-def array_leaf(array: Any) -> Leaf:
+def array_leaf(array: Any) -> ArgumentLeaf:
     """Returns the leaf of a replicated array."""
     dtype = array.dtype
     if isinstance(dtype, np.dtype):
@@ -89,19 +90,19 @@ def array_leaf(array: Any) -> Leaf:
 
 
 @functools.lru_cache(maxsize=4096)
-def _whole_leaf(shape: tuple[int, ...], dtype: Any, weak_type: bool) -> Leaf:
-    return Leaf("whole", tuple(shape), dtype, weak_type)
+def _whole_leaf(shape: tuple[int, ...], dtype: Any, weak_type: bool) -> ArgumentLeaf:
+    return ArgumentLeaf("whole", tuple(shape), dtype, weak_type)
 
 
-def static_leaf(value: Any) -> Leaf:
+def static_leaf(value: Any) -> ArgumentLeaf:
     """Returns the leaf of a Python value that is a constant of the program.
 
     Numbers and strings are compared by type and value (``1``, ``1.0`` and ``True`` select different programs), other
     objects by identity.
     """
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
-        return Leaf("static", value=(type(value), value))
-    return Leaf("static", value=_ById(value))
+        return ArgumentLeaf("static", value=(type(value), value))
+    return ArgumentLeaf("static", value=_ById(value))
 
 
 class _ById:
@@ -161,7 +162,7 @@ class FunctionPrograms(Generic[T]):
                     f"(The structure of the arguments has changed: args was {before}, and is {now} in this call.)"
                 )
 
-    def put(self, signature: Any, described: Sequence[Leaf], program: T) -> None:
+    def put(self, signature: Any, described: Sequence[ArgumentLeaf], program: T) -> None:
         """Keeps a program until an object in its signature is deleted."""
         objects = [leaf.thaw() for leaf in described if isinstance(leaf.value, _ById)]
         anchors = key.Anchors(objects, lambda: self._programs.pop(signature, None))
@@ -215,33 +216,41 @@ class ProgramCache(Generic[T]):
     def first_call(
         self,
         fn: Callable[..., Any],
-        programs: FunctionPrograms[T],
-        signature: Any,
-        described: Sequence[Leaf],
-        trace: Callable[[], T],
-        run: Callable[[T], Any],
+        described: Sequence[ArgumentLeaf],
         *,
         num_replicas: int | None,
-        paths: Callable[[], Sequence[str]],
         of: str = "",
-    ) -> Any:
-        """Traces a program, caches it and runs it for the first time.
+    ) -> contextlib.AbstractContextManager[None]:
+        """Surrounds the trace of a program, ``keep``, and its first run: shows that it is compiled, and why again.
 
         Args:
-          programs: The programs of the version of ``fn`` before the trace.
           num_replicas: The number of replicas; None if it is not known yet.
-          paths: Returns the names of the leaves for messages.
           of: A text that messages put before the name of ``fn``.
         """
         again = self._reason_to_compile_again(fn, described, num_replicas)
-        with compiling(of + key.name_of(fn), num_replicas, again):
-            program = trace()
-            programs.put(signature, described, program)
-            self.report_trace(fn, described, paths)
-            return run(program)
+        return compiling(of + key.name_of(fn), num_replicas, again)
+
+    def keep(
+        self,
+        fn: Callable[..., Any],
+        programs: FunctionPrograms[T],
+        signature: Any,
+        described: Sequence[ArgumentLeaf],
+        program: T,
+        paths: Callable[[], Sequence[str]],
+    ) -> T:
+        """Caches a program that was just traced, and returns it.
+
+        Args:
+          programs: The programs of the version of ``fn`` before the trace.
+          paths: Returns the names of the leaves for messages.
+        """
+        programs.put(signature, described, program)
+        self.report_trace(fn, described, paths)
+        return program
 
     def _reason_to_compile_again(
-        self, fn: Callable[..., Any], described: Sequence[Leaf], num_replicas: int | None
+        self, fn: Callable[..., Any], described: Sequence[ArgumentLeaf], num_replicas: int | None
     ) -> str:
         """Returns what differs from the arguments of the last program of ``fn``; empty for its first program."""
         newest = self._newest.get(family_of(fn))
@@ -259,7 +268,7 @@ class ProgramCache(Generic[T]):
         return batch_of_other_size(b.num_rows(num_replicas or 1), a.num_rows(num_replicas or 1))
 
     def report_trace(
-        self, fn: Callable[..., Any], described: Sequence[Leaf], paths: Callable[[], Sequence[str]]
+        self, fn: Callable[..., Any], described: Sequence[ArgumentLeaf], paths: Callable[[], Sequence[str]]
     ) -> None:
         """Counts a trace of ``fn``; warns once when there are many, with the reason and a remedy."""
         code = family_of(fn)
@@ -280,10 +289,10 @@ class _Version(NamedTuple):
     """One trace of a function: its key, its leaves without their values, and the names of these."""
 
     function: Any
-    described: Sequence[Leaf]
+    described: Sequence[ArgumentLeaf]
     paths: Callable[[], Sequence[str]]
 
-    def changes_to(self, new: _Version) -> list[tuple[str, Leaf, Leaf]]:
+    def changes_to(self, new: _Version) -> list[tuple[str, ArgumentLeaf, ArgumentLeaf]]:
         """Returns the leaves that differ, with their names; nothing if the structures differ."""
         if len(self.described) != len(new.described):
             return []

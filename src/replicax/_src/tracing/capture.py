@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import contextvars
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -18,20 +17,22 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 import jax
 import jax.numpy as jnp
 
-from replicax._src import jax_compat
-from replicax._src.errors import TapeError, TraceError, VariableError
+from replicax._src.jax_internals import jax_compat
 from replicax._src.tracing.bindings import Binding, SyncPolicy
 from replicax._src.tracing.loss_counts import counting
-from replicax._src.tracing.markers import Question, aggregate_p, placeholder_p, region_p, watch_p
-from replicax._src.user_code import user_line
+from replicax._src.tracing.markers import (
+    Question,
+    aggregate_p,
+    mark_read,
+    placeholder_p,
+    region_p,
+    watch_p,
+)
+from replicax._src.user.user_code import user_line
+from replicax._src.vocabulary.errors import CrossReplicaContextError, TapeError, TraceError, VariableError
 
 if TYPE_CHECKING:
-    from replicax._src.strategies.strategy import Strategy
     from replicax._src.tracing.tape import GradientTape
-
-
-planning: contextvars.ContextVar[bool] = contextvars.ContextVar("replicax_planning", default=False)
-"""True while functions are traced for a plan. A variable without a value is then traced with its future type."""
 
 
 class Uneven:
@@ -92,12 +93,16 @@ class Entry:
 class Observer(Protocol):
     """Observes the trace of a function whose assignments become messages to parameter servers."""
 
-    def read(self, entry: Entry) -> Any:
-        """Returns the variable's value with a mark, so that the read can be found later."""
-        ...
+    def read(self, binding: Binding, number: int) -> None:
+        """Notes that the function reads a variable. The number of the read is a mark on the value in the program."""
 
-    def written(self, entry: Entry) -> None:
-        """Notes that the function has assigned a variable its current value."""
+    def written(self, binding: Binding, value: Any, line: str) -> None:
+        """Notes that the function has assigned a variable this value, at this line of the user."""
+
+    def applied(
+        self, apply: Callable[..., Any], optimizer: Any, gradients: Sequence[Any], variables: Any
+    ) -> Any:
+        """Calls ``apply(optimizer, gradients, variables)`` of a Keras optimizer, and notes it as one update."""
 
 
 class Branch:
@@ -121,6 +126,8 @@ class Capture(abc.ABC):
       checks: The functions to call before anything is stored, each with an array of the program; None if checks are not
         possible.
       observer: Observes reads and assignments, except those in scans, JAX conditions and other inner traces.
+      is_for_plan: True if the program is lowered and not run. A variable without a value then stays without, and is
+        traced with its future type.
       created: The name and the user's line of each variable that was created while this was the outermost capture.
     """
 
@@ -131,8 +138,10 @@ class Capture(abc.ABC):
         *,
         uneven: Uneven | None = None,
         on_strategy: Callable[[Any], None] | None = None,
+        is_for_plan: bool = False,
     ):
         self.binding_of = binding_of
+        self.is_for_plan = is_for_plan
         self.num_replicas = num_replicas
         self.uneven = uneven
         self.entries: dict[int, Entry] = {}
@@ -184,7 +193,7 @@ class Capture(abc.ABC):
     def _begin(self, tape: GradientTape, tape_id: int) -> None: ...
 
     @abc.abstractmethod
-    def _differentiated(self, tape_id: int, asked: Question) -> tuple[list[Any], set[int]]: ...
+    def _differentiated(self, tape_id: int, question: Question) -> tuple[list[Any], set[int]]: ...
 
     # --- the same for both ---------------------------------------------------------------------------
 
@@ -202,8 +211,17 @@ class Capture(abc.ABC):
         home = self._branches[-1].trace if self._branches else self.trace
         return jax_compat.current_trace() is not home
 
-    def use_strategy(self, strategy: Strategy) -> None:
-        """Notes that this cross-replica function calls ``run`` of ``strategy``."""
+    def use_strategy(self, strategy: object) -> None:
+        """Notes that this cross-replica function calls ``run`` of ``strategy``.
+
+        Raises:
+          CrossReplicaContextError: It is the function of a ``merge_call``.
+        """
+        if self.is_replica:
+            raise CrossReplicaContextError(
+                "strategy.run was called in merge_call, whose function is part of a replica program that is being "
+                "traced. Do that work in the replica function, or after run."
+            )
         if self._on_strategy is not None:
             self._on_strategy(strategy)
 
@@ -262,7 +280,7 @@ class Capture(abc.ABC):
         self._tape_traces[tape_id] = jax_compat.current_trace()
         self._begin(tape, tape_id)
 
-    def gradient(self, tape_id: int, asked: Question) -> tuple[list[Any], set[int]]:
+    def gradient(self, tape_id: int, question: Question) -> tuple[list[Any], set[int]]:
         """Returns the gradients with respect to the sources, and the positions of sources that are known to be
         unconnected.
 
@@ -274,16 +292,18 @@ class Capture(abc.ABC):
                 f"tape.gradient at {user_line()} is called in another scan, loop, condition, jax.grad or "
                 f"jax.jit than its tape was opened in. Open the tape in the function that calls gradient."
             )
-        is_real = [jnp.issubdtype(target.dtype, jnp.inexact) for target in asked.targets]
+        is_real = [jnp.issubdtype(target.dtype, jnp.inexact) for target in question.targets]
         seeds = [
             jax.lax.convert_element_type(jnp.broadcast_to(seed, target.shape), target.dtype)
-            for seed, target, counts in zip(asked.seeds, asked.targets, is_real, strict=bool(asked.seeds))
+            for seed, target, counts in zip(
+                question.seeds, question.targets, is_real, strict=bool(question.seeds)
+            )
             if counts
         ]
-        targets = list(itertools.compress(asked.targets, is_real))
+        targets = list(itertools.compress(question.targets, is_real))
         if not targets:
-            return [None] * len(asked.sources), set(range(len(asked.sources)))
-        return self._differentiated(tape_id, asked._replace(targets=targets, seeds=seeds))
+            return [None] * len(question.sources), set(range(len(question.sources)))
+        return self._differentiated(tape_id, question._replace(targets=targets, seeds=seeds))
 
 
 @final
@@ -305,11 +325,15 @@ class TracedCapture(Capture):
         uneven: Uneven | None = None,
         unconnected: frozenset[tuple[int, int]] = frozenset(),
         on_strategy: Callable[[Any], None] | None = None,
+        is_for_plan: bool = False,
     ):
-        super().__init__(binding_of, num_replicas, uneven=uneven, on_strategy=on_strategy)
+        super().__init__(
+            binding_of, num_replicas, uneven=uneven, on_strategy=on_strategy, is_for_plan=is_for_plan
+        )
         self.read_in_inner_trace = False
         self._unconnected = unconnected
         self._num_gradients = 0
+        self._num_reads = 0  # that the observer has noted
         self._tapes: list[GradientTape] = []
         self._forgotten = contextlib.ExitStack()
         self._is_remembered = False  # an inner function has read a variable since JAX was last made to forget
@@ -355,7 +379,9 @@ class TracedCapture(Capture):
             tape.record_read(variable, entry.current)
         if self.observer is None or self.is_in_inner_trace():
             return entry.current
-        return self.observer.read(entry)
+        number, self._num_reads = self._num_reads, self._num_reads + 1
+        self.observer.read(entry.binding, number)
+        return mark_read(entry.current, number)
 
     def _first_value(self, binding: Binding) -> Any:
         shape = binding.shape
@@ -373,7 +399,7 @@ class TracedCapture(Capture):
             return
         entry.assign(value, line)
         if self.observer is not None:
-            self.observer.written(entry)
+            self.observer.written(entry.binding, entry.current, line)
         self._forget_inner_traces()
 
     def _begin(self, tape: GradientTape, tape_id: int) -> None:
@@ -388,10 +414,10 @@ class TracedCapture(Capture):
     def watch(self, tape_id: int, value: Any) -> None:
         watch_p.bind(value, tape=tape_id)
 
-    def _differentiated(self, tape_id: int, asked: Question) -> tuple[list[Any], set[int]]:
+    def _differentiated(self, tape_id: int, question: Question) -> tuple[list[Any], set[int]]:
         ordinal, self._num_gradients = self._num_gradients, self._num_gradients + 1
-        missing = {i for i in range(len(asked.sources)) if (ordinal, i) in self._unconnected}
-        return asked.mark(tape_id, ordinal), missing
+        missing = {i for i in range(len(question.sources)) if (ordinal, i) in self._unconnected}
+        return question.mark(tape_id, ordinal), missing
 
     def aggregate(self, gradients: Sequence[Any], names: Sequence[str]) -> list[Any]:
         # Only the trace of the full function shows which ones are reduced.

@@ -14,9 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax._src import jax_compat
-from replicax._src.errors import TapeError, TraceError, UnsupportedError
-from replicax._src.options import VariableAggregation
+from replicax._src.jax_internals import jax_compat
 from replicax._src.tracing.bindings import (
     Binding,
     SyncPolicy,
@@ -27,12 +25,14 @@ from replicax._src.tracing.bindings import (
 )
 from replicax._src.tracing.capture import Capture, TracedCapture, current_capture
 from replicax._src.tracing.equations import has_any, inner_jaxprs
+from replicax._src.tracing.mark_resolution import MarkResolver
 from replicax._src.tracing.markers import Question
 from replicax._src.tracing.primitives import JITS, MARKS
-from replicax._src.tracing.recording import Record, Step, gradients_of
+from replicax._src.tracing.recording import TapeRecord, TapeStep, gradients_of
 from replicax._src.tracing.replication import Replication, is_replica_collective
-from replicax._src.tracing.rewrite import Rewriter
-from replicax._src.user_code import user_line
+from replicax._src.user.user_code import user_line
+from replicax._src.vocabulary.errors import TapeError, TraceError, UnsupportedError
+from replicax._src.vocabulary.options import VariableAggregation
 
 if TYPE_CHECKING:
     from replicax._src.tracing.tape import GradientTape
@@ -61,15 +61,15 @@ class EagerCapture(Capture):
         super().__init__(binding_of, 1)
         self.trace = jax_compat.EagerTrace(self._observe, lambda: bool(self._open))
         self._replaced = replaced
-        self._records: dict[int, Record] = {}
-        self._open: list[Record] = []
+        self._records: dict[int, TapeRecord] = {}
+        self._open: list[TapeRecord] = []
         self._tapes: list[GradientTape] = []
         self._late: dict[int, tuple[Any, jax_compat.Late]] = {}
         self._inner_consts: dict[int, tuple[Any, list[Any]]] = {}
         # Tapes opened inside functions that JAX stages leave marks, as in traced functions.
         self._staged = TracedCapture(binding_of, 1)
         self._staged_tapes: set[int] = set()
-        self._rewriter = Rewriter(list)  # with one replica the gradients are the sums
+        self._rewriter = MarkResolver(list)  # with one replica the gradients are the sums
 
     def close(self) -> None:
         """Releases all arrays, which would otherwise wait for the garbage collector."""
@@ -139,7 +139,7 @@ class EagerCapture(Capture):
     def _begin(self, tape: GradientTape, tape_id: int) -> None:
         if not self.is_in_inner_trace():
             if tape_id not in self._records:
-                self._records[tape_id] = Record()
+                self._records[tape_id] = TapeRecord()
                 weakref.finalize(tape, self._records.pop, tape_id, None)
             self._open.append(self._records[tape_id])
             self._tapes.append(tape)
@@ -165,11 +165,11 @@ class EagerCapture(Capture):
         else:
             self._records[tape_id].watch(value)
 
-    def _differentiated(self, tape_id: int, asked: Question) -> tuple[list[Any], set[int]]:
+    def _differentiated(self, tape_id: int, question: Question) -> tuple[list[Any], set[int]]:
         if tape_id in self._staged_tapes:
-            return self._staged.gradient(tape_id, asked)
+            return self._staged.gradient(tape_id, question)
         with contextlib.nullcontext() if self._open else jax_compat.evaluating():
-            gradients = gradients_of(self._records[tape_id], asked)
+            gradients = gradients_of(self._records[tape_id], question)
         return gradients, {i for i, gradient in enumerate(gradients) if gradient is None}
 
     def aggregate(self, gradients: Sequence[Any], names: Sequence[str]) -> list[Any]:
@@ -188,7 +188,7 @@ class EagerCapture(Capture):
             if self._open:  # stop_gradient and the like return their argument
                 outputs = [jnp.copy(out) if any(out is x for x in inputs) else out for out in outputs]
         if self._open:
-            step = Step(evaluated, inputs, outputs, user_line())
+            step = TapeStep(evaluated, inputs, outputs, user_line())
             for record in self._open:
                 record.add(step)
         return outputs
@@ -202,7 +202,7 @@ class EagerCapture(Capture):
         with jax_compat.evaluating():
             jaxpr, consts = jax_compat.trace(operation, inputs)
         known = [Replication.INVARIANT] * (len(consts) + len(inputs))
-        return jax_compat.Operation(
+        return jax_compat.EagerOperation(
             operation.primitive,
             operation.params,
             lambda *xs: self._rewriter.evaluate(jaxpr, [*consts, *xs], known),

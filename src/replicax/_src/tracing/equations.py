@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
-from replicax._src import jax_compat
+from replicax._src.jax_internals import jax_compat
 
 Rule = Callable[[Any, list[Any]], Sequence[Any]]
 """Returns the values of an equation's results, given those of its operands."""
@@ -83,6 +83,27 @@ def evaluated(
 ) -> list[Any]:
     """Returns the results of a jaxpr, and evaluates each equation by a rule."""
     return walked(jaxpr, args, rule, consts)[0]
+
+
+def computing(jaxpr: Any, output: int) -> tuple[Any, list[bool]]:
+    """Returns the part of a jaxpr that computes one result, and True for each operand that the part uses.
+
+    Operations with an effect go, unless the result depends on them.
+    """
+    wanted = [jaxpr.outvars[output]]
+    eqns = leading_to(jaxpr.eqns, wanted, keeps_effects=False)
+    return jax_compat.without_dead_code(jax_compat.rebuild(jaxpr, outvars=wanted, eqns=eqns))
+
+
+def first_results(jaxpr: Any, count: int) -> Any:
+    """Returns a jaxpr with its first results only, without the operations that only other results need. Marks stay."""
+    outvars = jaxpr.outvars[:count]
+    needed, kept = set(variables(outvars)), []
+    for eqn in reversed(jaxpr.eqns):
+        if not eqn.outvars or not needed.isdisjoint(eqn.outvars):
+            kept.append(eqn)
+            needed.update(variables(eqn.invars))
+    return jax_compat.rebuild(jaxpr, outvars=outvars, eqns=kept[::-1])
 
 
 def leading_to(eqns: Sequence[Any], results: Iterable[Any], *, keeps_effects: bool) -> list[Any]:

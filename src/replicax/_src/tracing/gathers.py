@@ -19,9 +19,9 @@ from typing import Any, final
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from replicax._src import jax_compat
-from replicax._src.devices.specs import dim_of, without
+from replicax._src.devices.sharding_specs import dim_of, without
 from replicax._src.devices.topology import SHARD_AXIS
+from replicax._src.jax_internals import jax_compat
 from replicax._src.tracing.equations import called, evaluated, is_variable
 from replicax._src.tracing.primitives import ELEMENTWISE, MOVES, REDUCTIONS, REMATERIALISES
 from replicax._src.tracing.replication import is_call

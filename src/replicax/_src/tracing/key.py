@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from replicax._src.user_code import is_library
-from replicax._src.values import DistributedValues, is_value
+from replicax._src.user.user_code import is_library, place_of
+from replicax._src.values.distributed import DistributedValues, is_value
 
 _BY_VALUE = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
 
@@ -247,7 +247,7 @@ class Anchors:
                 self._held.append(value)
 
 
-class Difference(NamedTuple):
+class KeyDifference(NamedTuple):
     """The first difference between two function keys.
 
     Attributes:
@@ -289,14 +289,14 @@ def _shown(key: Any) -> str:
     return reprlib.repr(key[1])
 
 
-def difference(old: Hashable, new: Hashable) -> Difference | None:
+def difference(old: Hashable, new: Hashable) -> KeyDifference | None:
     """Returns the first difference between two function keys; None if they are equal."""
     return next(differences(old, new), None)
 
 
 def differences(
     old: Hashable, new: Hashable, name: str = "", code: types.CodeType | None = None
-) -> Iterator[Difference]:
+) -> Iterator[KeyDifference]:
     """Yields the differences between two function keys.
 
     Args:
@@ -306,7 +306,7 @@ def differences(
         return
     are_tuples = isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new)
     if not are_tuples or (_is_value_key(old) and _is_value_key(new)):
-        yield Difference(name, code, old, new)
+        yield KeyDifference(name, code, old, new)
         return
     assert isinstance(old, tuple)
     assert isinstance(new, tuple)
@@ -331,7 +331,7 @@ def assignment_of(name: str, key: Hashable) -> str | None:
                 and instruction.argval == name
                 and instruction.positions is not None
             ):
-                return f"{code.co_filename}:{instruction.positions.lineno} in {code.co_name}"
+                return place_of(code.co_filename, instruction.positions.lineno, code.co_name)
     return None
 
 

@@ -14,8 +14,8 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 
-from replicax._src.errors import LabelError
-from replicax._src.user_code import user_line
+from replicax._src.user.user_code import user_line
+from replicax._src.vocabulary.errors import LabelError
 
 _watching: contextvars.ContextVar[LabelWatch | None] = contextvars.ContextVar("replicax_labels", default=None)
 

@@ -8,8 +8,8 @@ from typing import Any, Final, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from replicax._src import jax_compat
-from replicax._src.errors import TapeError, TraceError
+from replicax._src.jax_internals import jax_compat
+from replicax._src.vocabulary.errors import TapeError, TraceError
 
 
 def _refuse_gradient(where: str) -> Exception:
@@ -159,6 +159,12 @@ rows_p = jax_compat.identity_primitive("replicax_rows", is_kept_in_gradients=Tru
 # A read of a variable on parameter servers. An assignment is sent as an operation on the value that was read last.
 # Params: number.
 read_p = jax_compat.identity_primitive("replicax_read")
+
+
+def mark_read(value: Any, number: int) -> Any:
+    """Marks a value as the read of a variable with this number. Returns the marked value."""
+    return read_p.bind(value, number=number)
+
 
 # A value laid out over the logical devices of its replica. Params: mesh, spec.
 logical_p = jax_compat.sharding_primitive("replicax_logical")

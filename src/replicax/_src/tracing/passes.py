@@ -1,21 +1,21 @@
 """The passes from a user's function to a program, in order. Other files of this folder implement most of them.
 
 ``VARIANT_PASSES`` run here on every trace, and ``PROGRAM_PASSES`` on every program. The later passes belong to a
-lowering: ``RunOptions(check_finite=True)`` adds ``finite.watched``, and ``lowering/spmd.py`` continues with
-``make_whole`` and ``cut_before_updates``.
+lowering: ``RunOptions(check_finite=True)`` adds ``watch_finite``, which diagnostics provide, and ``lowering/spmd.py``
+continues with ``make_whole`` and ``cut_before_updates``.
 
 | pass | takes | gives | skipped |
 |---|---|---|---|
 | ``captured`` | a function | a trace: variables are inputs; tapes and optimizers are marks | never |
-| ``check_devices`` | a trace | the same, or an error if a replica function chooses devices | cross-replica code |
+| ``report_capture`` | a trace | the same; diagnostics may refuse it | cross-replica code |
 | ``take_rows`` | a trace | a trace of rows of tables | without parameter servers |
 | ``resolve_marks`` | a trace | a jaxpr with computed derivatives and summed gradients | without marks |
-| ``check_scale`` | a jaxpr | the same, or an error if gradients are R times too large | one replica |
+| ``report_gradients`` | a jaxpr | the same; diagnostics may refuse it | one replica |
 | ``analyse_replication`` | a jaxpr | the same, and the replication of its results | one replica |
 | ``open_calls`` | a program | its collectives are at the top level, except those in loops | one size |
 | ``compare_sizes`` | a program | a result is invariant only if all sizes compute it alike | one size |
 | ``check_synchronised`` | a program | the same, or an error if mirrored variables would differ | never |
-| ``finite.watched`` | a program | a program with one more result: the origin of its first NaN | not asked for |
+| ``watch_finite`` | a program | a program with one more result: the origin of its first NaN | not asked for |
 | ``make_whole`` | a program | operations that XLA shards wrongly take replicated arrays | one device for each replica |
 | ``cut_before_updates`` | a program | a program, and the updates of sharded state | no ``shard_state`` |
 """
@@ -35,34 +35,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax._src import jax_compat
 from replicax._src.devices.topology import REPLICA_AXIS
-from replicax._src.errors import (
+from replicax._src.jax_internals import jax_compat
+from replicax._src.tracing.bindings import Binding, SyncPolicy
+from replicax._src.tracing.cache import ArgumentLeaf
+from replicax._src.tracing.capture import Capture, TracedCapture, Uneven, created_again
+from replicax._src.tracing.equations import has_any
+from replicax._src.tracing.key import is_array
+from replicax._src.tracing.mark_resolution import MarkResolver, evaluate_inlined
+from replicax._src.tracing.primitives import MARKS
+from replicax._src.tracing.program import Output, ReplicaProgram, Variant
+from replicax._src.tracing.replication import Replication, analyse, is_call_with_collective
+from replicax._src.tracing.value_numbering import number_of, number_variant
+from replicax._src.user.listening import listener
+from replicax._src.user.tensorflow_values import is_tensor, name_of
+from replicax._src.values.distributed import DistributedValues, is_value
+from replicax._src.values.framework import frameworks_in_use, is_variable
+from replicax._src.vocabulary.errors import (
     DivergenceError,
     StructureError,
     TraceError,
     UnsupportedError,
 )
-from replicax._src.framework import frameworks_in_use, is_variable
-from replicax._src.migrate import tensorflow_code
-from replicax._src.tracing.bindings import Binding, SyncPolicy
-from replicax._src.tracing.cache import Leaf
-from replicax._src.tracing.capture import Capture, Entry, TracedCapture, Uneven, created_again
-from replicax._src.tracing.chosen_devices import check_no_mesh_around, check_replica_chooses_none
-from replicax._src.tracing.equations import has_any
-from replicax._src.tracing.explanations import explained, note_on
-from replicax._src.tracing.gradient_scale import check_gradient_scale
-from replicax._src.tracing.key import is_array
-from replicax._src.tracing.primitives import MARKS
-from replicax._src.tracing.program import Output, ReplicaProgram, Variant
-from replicax._src.tracing.replication import Replication, analyse, is_call_with_collective
-from replicax._src.tracing.rewrite import Rewriter, evaluate_inlined
-from replicax._src.tracing.value_numbering import number_of, number_variant
-from replicax._src.values import DistributedValues, is_value
 
-TakeRows = Callable[[Any, int, Sequence[Entry], int, Sequence[tuple[str, int]]], tuple[Any, list[Any]]]
-"""Maps a trace, the number of its constants, its variables, the number of returned arrays and the names of axes to
-another trace, and to constants that come before its own.
+TakeRows = Callable[[Any, int, Sequence[Binding], int, Sequence[tuple[str, int]]], tuple[Any, list[Any]]]
+"""Maps a trace, the number of its constants, the bindings of its variables, the number of returned arrays and the names
+of axes to another trace, and to constants that come before its own.
 """
 
 _MAX_TRACES = 8
@@ -76,11 +74,12 @@ _epoch = next(_epochs)
 
 def trace_replicas(
     call: Callable[[int, list[Any]], Any],
-    inputs: Sequence[Leaf],
+    inputs: Sequence[ArgumentLeaf],
     num_replicas: int,
     *,
     binding_of: Callable[[Any], Binding],
     sum_gradients: Callable[[Capture, Sequence[Any]], list[Any]],
+    is_for_plan: bool = False,
 ) -> tuple[ReplicaProgram, list[int] | None]:
     """Traces a replica function into one program for all replicas, with one variant per batch size.
 
@@ -89,6 +88,7 @@ def trace_replicas(
       inputs: The arrays that the function takes.
       binding_of: Returns the binding of a variable.
       sum_gradients: Sums gradients over the replicas.
+      is_for_plan: True if the program will not run; see ``Capture``.
 
     Returns:
       The program, and the number of rows of each replica if they are not all equal.
@@ -101,7 +101,7 @@ def trace_replicas(
         first = next(leaf.shapes for leaf in inputs if leaf.shapes is not None)
         rows = [shape[0] if shape else 1 for shape in first]
 
-    how = _Tracing(binding_of, num_replicas, sum_gradients)
+    how = _Tracing(binding_of, num_replicas, sum_gradients, is_for_plan=is_for_plan)
 
     def trace(number: int, uneven: Uneven | None = None, forced: Sequence[bool] | None = None) -> Variant:
         replica_id = variant_of_replica.index(number)
@@ -113,7 +113,7 @@ def trace_replicas(
                 dataclasses.replace(how, uneven=uneven, forced_sums=forced),
             )
         except Exception as error:
-            note = _note_on(error, replica_id, rows)
+            note = listener().failed_trace(error, replica_id, rows)
             if note is not None and note not in getattr(error, "__notes__", ()):
                 error.add_note(note)
             raise
@@ -132,6 +132,7 @@ def trace_cross_replica(
     *,
     on_strategy: Callable[[Any], None] | None = None,
     take_rows: TakeRows | None = None,
+    is_for_plan: bool = False,
 ) -> Variant:
     """Traces a cross-replica function, which has one variant.
 
@@ -139,26 +140,10 @@ def trace_cross_replica(
       call: Calls the function with the flat traced arguments.
       on_strategy: Called with each strategy whose ``run`` the function calls.
       take_rows: The pass of that name, or None.
+      is_for_plan: True if the program will not run; see ``Capture``.
     """
-    how = _Tracing(binding_of, on_strategy=on_strategy, take_rows=take_rows)
+    how = _Tracing(binding_of, on_strategy=on_strategy, take_rows=take_rows, is_for_plan=is_for_plan)
     return _trace_variant(call, avals, [Replication.INVARIANT] * len(avals), how)
-
-
-def _note_on(error: Exception, replica_id: int, rows: Sequence[int] | None) -> str | None:
-    """Returns a note that explains an error of a replica function; None if there is nothing to add."""
-    if rows is not None and rows[replica_id] == 0:
-        return (
-            f"(This replica has no rows: the batch has {sum(rows)} rows for {len(rows)} replicas, and this was "
-            "the trace for 0 rows. Operations that need a row, such as jnp.max or x[0], fail there.)"
-        )
-    if (note := note_on(error)) is not None:
-        return note
-    if "from different trace level" in str(error):  # flax 0.12
-        return (
-            "(The function changes or differentiates a flax nnx module that it closes over. Pass modules, optimizers and metrics "
-            "of nnx as arguments: strategy.run(step, args=(model, optimizer, batch)).)"
-        )
-    return None
 
 
 # --- several sizes: all variants decide together --------------------------------------------------------
@@ -236,9 +221,9 @@ class _Tracing:
       binding_of: Returns the binding of a variable.
       num_replicas: The number of replicas R; None for a cross-replica function.
       sum_gradients: Sums gradients over replicas.
-      on_strategy, take_rows: See ``trace_cross_replica``.
+      on_strategy, take_rows, is_for_plan: See ``trace_cross_replica``.
       uneven: The variant's knowledge of the others.
-      forced_sums: For each gradient, True to sum it, if that is already decided; see ``Rewriter``.
+      forced_sums: For each gradient, True to sum it, if that is already decided; see ``MarkResolver``.
     """
 
     binding_of: Callable[[Any], Binding]
@@ -246,6 +231,7 @@ class _Tracing:
     sum_gradients: Callable[[Capture, Sequence[Any]], list[Any]] = lambda capture, values: list(values)
     on_strategy: Callable[[Any], None] | None = None
     take_rows: TakeRows | None = None
+    is_for_plan: bool = False
     uneven: Uneven | None = None
     forced_sums: Sequence[bool] | None = None
 
@@ -283,6 +269,7 @@ def _trace_variant(
             uneven=how.uneven and how.uneven.restart(),
             unconnected=unconnected,
             on_strategy=how.on_strategy,
+            is_for_plan=how.is_for_plan,
         )
         trace = captured(call, avals, replications, capture, how.axes)
         if capture.created:
@@ -338,7 +325,7 @@ def captured(
             arrays = [o.value for o in given if o.is_array]
             return arrays + [e.current for e in capture.entries.values() if e.written]
 
-    with contextlib.ExitStack() as scopes, explained("run" if capture.is_replica else "function"):
+    with contextlib.ExitStack() as scopes, listener().user_code("run" if capture.is_replica else "function"):
         for framework in frameworks_in_use():
             scopes.enter_context(framework.trace_scope(capture))
         jaxpr, consts = jax_compat.trace(body, avals, axes)
@@ -377,9 +364,9 @@ def _output(leaf: Any) -> Output:
                 "Return a str or a list, which are returned unchanged, or leave it out."
             )
         return Output(True, jnp.asarray(leaf))
-    if tensorflow_code.is_tensor(leaf):
+    if is_tensor(leaf):
         raise UnsupportedError(
-            f"The function returns a {tensorflow_code.name_of(leaf)}, which TensorFlow computed once, while the function was traced, and "
+            f"The function returns a {name_of(leaf)}, which TensorFlow computed once, while the function was traced, and "
             "not in each step. Compute it with keras.ops or jax.numpy; `replicax migrate` finds the lines."
         )
     if isinstance(leaf, types.GeneratorType | types.CoroutineType | types.AsyncGeneratorType):
@@ -396,16 +383,11 @@ def _output(leaf: Any) -> Output:
 # --- the passes over a variant ------------------------------------------------------------------------------
 
 
-def check_devices(variant: Variant, capture: Capture, how: _Tracing) -> Variant:
-    """Raises if a replica function chooses devices, as ``jax.pmap`` and ``jax.shard_map`` do.
-
-    Raises:
-      TransformationError: See ``check_replica_chooses_none``.
-    """
+def report_capture(variant: Variant, capture: Capture, how: _Tracing) -> Variant:
+    """Reports the trace of a replica function to the listener, which may refuse it."""
     del capture
     if how.num_replicas is not None:
-        check_no_mesh_around()
-        check_replica_chooses_none(variant.jaxpr)
+        listener().captured(variant.jaxpr, variant.input_replications, how.num_replicas)
     return variant
 
 
@@ -415,7 +397,11 @@ def take_rows(variant: Variant, capture: Capture, how: _Tracing) -> Variant:
     if how.take_rows is None:
         return variant
     jaxpr, consts = how.take_rows(
-        variant.jaxpr, len(variant.consts), variant.entries, variant.num_arrays, how.axes
+        variant.jaxpr,
+        len(variant.consts),
+        [entry.binding for entry in variant.entries],
+        variant.num_arrays,
+        how.axes,
     )
     changed = variant.with_jaxpr(jaxpr, consts)
     return dataclasses.replace(changed, input_replications=[Replication.INVARIANT] * len(jaxpr.invars))
@@ -425,7 +411,7 @@ def resolve_marks(variant: Variant, capture: Capture, how: _Tracing) -> Variant:
     """Replaces the marks of tapes and optimizers by derivatives and sums."""
     if not has_any(variant.jaxpr, MARKS):
         return variant
-    rewriter = Rewriter(
+    rewriter = MarkResolver(
         functools.partial(how.sum_gradients, capture),
         how.forced_sums,
         is_empty=how.uneven is not None and how.uneven.rows == 0,
@@ -440,14 +426,14 @@ def resolve_marks(variant: Variant, capture: Capture, how: _Tracing) -> Variant:
     )
 
 
-def check_scale(variant: Variant, capture: Capture, how: _Tracing) -> Variant:
-    """Sets the line that reduces a differentiated loss, and raises if its gradients are summed over the replicas again.
-
-    Raises:
-      ReducedLossError: See ``check_gradient_scale``.
+def report_gradients(variant: Variant, capture: Capture, how: _Tracing) -> Variant:
+    """Reports the gradients of a replica function to the listener, which may refuse them. Sets the line that reduces
+    a differentiated loss.
     """
     del capture
-    reduced_at = check_gradient_scale(variant.jaxpr, variant.input_replications, how.num_replicas or 1)
+    if (how.num_replicas or 1) == 1:
+        return variant
+    reduced_at = listener().resolved(variant.jaxpr, variant.input_replications, how.num_replicas or 1)
     return dataclasses.replace(variant, reduced_at=reduced_at)
 
 
@@ -463,10 +449,10 @@ def analyse_replication(variant: Variant, capture: Capture, how: _Tracing) -> Va
 
 
 VARIANT_PASSES: Sequence[Callable[[Variant, Capture, _Tracing], Variant]] = (
-    check_devices,
+    report_capture,
     take_rows,
     resolve_marks,
-    check_scale,
+    report_gradients,
     analyse_replication,
 )
 

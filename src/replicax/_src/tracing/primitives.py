@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from replicax._src import jax_compat
+from replicax._src.jax_internals import jax_compat
 
 ELEMENTWISE: Final = frozenset(
     """
@@ -64,3 +64,5 @@ DIFFERS_BY_ITSELF: Final = frozenset("axis_index io_callback replicax_gradient".
 
 RECORDING_MARKS: Final = frozenset("replicax_tape replicax_watch".split())
 MARKS: Final = RECORDING_MARKS | frozenset("replicax_accumulate replicax_aggregate replicax_gradient".split())
+ELEMENTWISE_MARKS: Final = frozenset("replicax_read replicax_seed_shift replicax_seed_unshift".split())
+"""Marks whose result has the elements of their operand."""

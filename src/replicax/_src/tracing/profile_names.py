@@ -9,8 +9,9 @@ from typing import final
 
 import jax
 
-from replicax._src import jax_compat
-from replicax._src.devices.topology import Topology, device_name
+from replicax._src.devices.named_devices import device_name
+from replicax._src.devices.topology import Topology
+from replicax._src.jax_internals import jax_compat
 
 
 @final
@@ -63,6 +64,11 @@ class Names:
 
 # The names of the current trace; None if no trace is being made.
 current: Names | None = None
+
+
+def launching(name: str, topology: Topology) -> contextlib.AbstractContextManager[None]:
+    """Context around the launch of a program, which names it in the trace that is being made, if any."""
+    return contextlib.nullcontext() if current is None else current.launch(name, topology)
 
 
 def set_current(names: Names | None) -> None:

@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from replicax._src import jax_compat
-from replicax._src.errors import StructureError, TraceError
+from replicax._src.jax_internals import jax_compat
 from replicax._src.tracing.bindings import Binding
 from replicax._src.tracing.capture import Entry
 from replicax._src.tracing.equations import has_any
 from replicax._src.tracing.primitives import CALLBACKS, PRINTS
-from replicax._src.tracing.replication import Replication, has_replica_collective
+from replicax._src.tracing.replication import Replication, analyse, has_replica_collective
+from replicax._src.vocabulary.errors import StructureError, TraceError
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Variant:
       tree, outputs: The structure that the function returned, and its leaves.
       out_replications, write_replications: The replications of the outvars.
       input_replications: The replications of the invars.
-      sums, unconnected: The gradients that are summed over replicas, and those without a source (see ``Rewriter``).
-      reduced_at: The line that reduces a loss over replicas in a differentiated function (``check_gradient_scale``).
+      sums, unconnected: The gradients that are summed over replicas, and those without a source (see ``MarkResolver``).
+      reduced_at: The line that reduces a loss over replicas in a differentiated function (``report_gradients``).
     """
 
     jaxpr: Any
@@ -82,6 +82,65 @@ class Variant:
             consts=[*consts, *self.consts],
             input_replications=[Replication.INVARIANT] * len(consts) + self.input_replications,
         )
+
+    def with_more_results(self, jaxpr: Any, consts: Sequence[Any], num_leaves: int, num_more: int) -> Variant:
+        """Returns the variant with other results: the first leaves of its own, then arrays that vary over replicas.
+
+        Args:
+          jaxpr, consts: The computation, and the values of further invars, before all others.
+          num_leaves: The number of leaves that stay.
+          num_more: The number of arrays after them.
+        """
+        kept = self.outputs[:num_leaves]
+        num_kept = sum(output.is_array for output in kept)
+        return dataclasses.replace(
+            self.with_jaxpr(jaxpr, consts),
+            outputs=[*kept, *(Output(True) for _ in range(num_more))],
+            out_replications=[*self.out_replications[:num_kept], *[Replication.VARYING] * num_more],
+        )
+
+    def with_result_alone(self, num_arrays: int) -> Variant:
+        """Returns the variant of a function of a pair that gives its first item alone, and uses no variables.
+
+        Args:
+          num_arrays: The number of arrays in the first item.
+        """
+        tree = self.tree.children()[0]
+        return dataclasses.replace(
+            self,
+            jaxpr=jax_compat.rebuild(self.jaxpr, outvars=self.jaxpr.outvars[:num_arrays]),
+            tree=tree,
+            outputs=list(self.outputs[: tree.num_leaves]),
+            out_replications=self.out_replications[:num_arrays],
+            entries=[],
+            write_replications=[],
+        )
+
+    def proves_same(self, jaxpr: Any, consts: Sequence[Any]) -> bool:
+        """Returns True if all results of a jaxpr of its operands, after constants, are the same on all replicas."""
+        replications, _ = analyse(
+            jaxpr, [Replication.INVARIANT] * len(consts) + list(self.input_replications)
+        )
+        return all(replication.is_same for replication in replications)
+
+    def check_no_leaks(self) -> None:
+        """Raises if a function of the outermost trace closes over tracers.
+
+        Raises:
+          TraceError: The error names the user's line that computes with one.
+        """
+        for var, value in zip(self.jaxpr.invars, self.consts, strict=False):
+            if isinstance(value, jax_compat.Tracer):
+                users = [e for e in self.jaxpr.eqns if any(a is var for a in e.invars)]
+                line = jax_compat.equation_line(users[0]) if users else "an unknown line"
+                raise leaked(line)
+
+    def without_new_values(self) -> Variant:
+        """Returns the variant without the new values of variables, and without the operations that only they need."""
+        results = jax_compat.rebuild(self.jaxpr, outvars=self.jaxpr.outvars[: self.num_arrays])
+        reduced, _ = jax_compat.without_dead_code(results)
+        jaxpr = jax_compat.rebuild(reduced, invars=self.jaxpr.invars)
+        return dataclasses.replace(self, jaxpr=jaxpr, write_replications=[])
 
     def retraced(
         self,
@@ -183,19 +242,6 @@ class ReplicaProgram:
             if entry.binding is binding
         ]
         return found == [True]
-
-
-def check_no_leaks(variant: Variant) -> None:
-    """Raises if a function of the outermost trace closes over tracers.
-
-    Raises:
-      TraceError: The error names the user's line that computes with one.
-    """
-    for var, value in zip(variant.jaxpr.invars, variant.consts, strict=False):
-        if isinstance(value, jax_compat.Tracer):
-            users = [e for e in variant.jaxpr.eqns if any(a is var for a in e.invars)]
-            line = jax_compat.equation_line(users[0]) if users else "an unknown line"
-            raise leaked(line)
 
 
 def leaked(line: str) -> TraceError:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from replicax._src.tracing.markers import Question
 
 
-class Step(NamedTuple):
+class TapeStep(NamedTuple):
     """One operation that a tape recorded, with its arrays."""
 
     operation: Any
@@ -20,7 +20,7 @@ class Step(NamedTuple):
     line: str
 
 
-class Record:
+class TapeRecord:
     """The record of one tape.
 
     Attributes:
@@ -29,7 +29,7 @@ class Record:
     """
 
     def __init__(self) -> None:
-        self.steps: list[Step] = []
+        self.steps: list[TapeStep] = []
         self.watched_at: dict[int, int] = {}
         self.known: dict[int, Any] = {}  # keeps all arrays alive, so that their ids stay unique
 
@@ -40,7 +40,7 @@ class Record:
     def know(self, value: Any) -> None:
         self.known[id(value)] = value
 
-    def add(self, step: Step) -> None:
+    def add(self, step: TapeStep) -> None:
         self.steps.append(step)
         for value in (*step.inputs, *step.outputs):
             self.know(value)
@@ -52,9 +52,9 @@ class Record:
         return self.watched_at.get(id(value), 0) <= index
 
 
-def gradients_of(record: Record, asked: Question) -> list[Any]:
+def gradients_of(record: TapeRecord, question: Question) -> list[Any]:
     """Returns the gradients with respect to the sources; None for a source that the targets do not depend on."""
-    targets, seeds, sources, derived, watched = asked
+    targets, seeds, sources, derived, watched = question
     seeds = seeds or [jnp.ones_like(target) for target in targets]
     chosen, computed = _steps_from(record, sources)
     wanted = {id(s) for s in sources}
@@ -87,7 +87,7 @@ def gradients_of(record: Record, asked: Question) -> list[Any]:
     ]
 
 
-def _steps_from(record: Record, sources: Sequence[Any]) -> tuple[list[int], set[int]]:
+def _steps_from(record: TapeRecord, sources: Sequence[Any]) -> tuple[list[int], set[int]]:
     """Returns the steps that depend on a source, and the ids of their results."""
     wanted = {id(s) for s in sources}
     computed: set[int] = set()
@@ -101,7 +101,7 @@ def _steps_from(record: Record, sources: Sequence[Any]) -> tuple[list[int], set[
     return chosen, computed
 
 
-def _pull_back(step: Step, given: Sequence[Any], active: Sequence[int]) -> list[Any]:
+def _pull_back(step: TapeStep, given: Sequence[Any], active: Sequence[int]) -> list[Any]:
     """Returns the cotangents of a step's ``active`` inputs."""
     present = [i for i, g in enumerate(given) if g is not None]
 

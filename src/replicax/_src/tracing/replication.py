@@ -11,9 +11,8 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from replicax._src import jax_compat
 from replicax._src.devices.topology import REPLICA_AXIS
-from replicax._src.errors import DivergentCollectiveError
+from replicax._src.jax_internals import jax_compat
 from replicax._src.tracing.equations import called, equations, equations_in, inner_jaxprs, walked
 from replicax._src.tracing.primitives import (
     CALLS,
@@ -23,6 +22,7 @@ from replicax._src.tracing.primitives import (
     KEEPS_SHIFTED,
     MAKES_EQUAL,
 )
+from replicax._src.vocabulary.errors import DivergentCollectiveError
 
 
 class Replication(enum.IntEnum):

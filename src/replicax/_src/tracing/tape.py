@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax._src import jax_compat
-from replicax._src.errors import InvalidArgumentError, TapeError
-from replicax._src.framework import is_variable
-from replicax._src.options import UnconnectedGradients
+from replicax._src.jax_internals import jax_compat
 from replicax._src.tracing.capture import current_capture
 from replicax._src.tracing.markers import Question
-from replicax._src.user_code import user_line
+from replicax._src.user.user_code import user_line
+from replicax._src.values.framework import is_variable
+from replicax._src.vocabulary.errors import InvalidArgumentError, TapeError
+from replicax._src.vocabulary.options import UnconnectedGradients
 
 log = logging.getLogger("replicax")
 _ids = itertools.count()

@@ -8,15 +8,15 @@ variables, arguments, and the bytes of constants.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from replicax._src import jax_compat
+from replicax._src.jax_internals import jax_compat
 from replicax._src.tracing.equations import walked
-from replicax._src.tracing.flat import Operation
+from replicax._src.tracing.flat import Atom, Operation
 from replicax._src.tracing.program import Variant
 from replicax._src.tracing.replication import is_call, is_replica_collective
 
@@ -54,12 +54,24 @@ def number_constant(value: Any) -> Any:
     return ("constant", str(array.dtype), array.shape, hash(array.tobytes()))
 
 
-def number_results(operations: Iterable[Operation], numbers: dict[Any, Any]) -> None:
-    """Adds the results of operations to ``numbers``, which has a hashable for each of their inputs."""
+def number_slice(
+    operations: Iterable[Operation],
+    inputs: Mapping[int, Any],
+    consts: Mapping[int, Any],
+    wanted: Iterable[Atom],
+) -> tuple[Any, ...]:
+    """Returns hashables for values that operations compute: equal ones for equal computations.
+
+    Args:
+      inputs: A hashable for each input of the operations.
+      consts: The value of each constant that they take.
+    """
+    numbers = {number: number_constant(value) for number, value in consts.items()} | dict(inputs)
     for each in operations:
         operands = tuple(number_of(numbers, atom) for atom in each.operands)
         base = hash((each.eqn.primitive.name, operands, number_params(each.eqn)))
         numbers.update((number, (base, position)) for position, number in enumerate(each.results))
+    return tuple(number_of(numbers, atom) for atom in wanted)
 
 
 def _number(

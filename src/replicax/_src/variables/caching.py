@@ -5,9 +5,15 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from replicax._src.errors import InvalidArgumentError
+from replicax._src.values.distributed import ArrayLike
+from replicax._src.vocabulary.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from replicax._src.tracing.capture import Capture
+
+_T = TypeVar("_T")
 
 
 class _Local(threading.local):
@@ -41,7 +47,7 @@ def cache_variable_reads() -> Iterator[None]:
         _local.reads = None
 
 
-def cached_read(variable: Any, read: Callable[[], Any], program: Any = None) -> Any:
+def cached_read(variable: ArrayLike, read: Callable[[], _T], program: Capture | None = None) -> _T:
     """Returns ``read()``, or inside ``cache_variable_reads`` its first result for this variable.
 
     Args:

@@ -6,13 +6,15 @@ Pure: no jax.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, final
 
-from replicax._src.errors import InvalidArgumentError
+from replicax._src.vocabulary.errors import InvalidArgumentError
 
 Layout = tuple[tuple[str, ...], ...]
 """For each dim, the axes that it is sharded over; empty if it is not sharded."""
+DimAxes = Sequence[str | Sequence[str] | None]
+"""A layout as users write it."""
 
 
 @final
@@ -54,7 +56,7 @@ class LayoutMap(MutableMapping[str, Layout]):
     ((), ('logical',))
     """
 
-    def __init__(self, layouts: Mapping[str, Any] | None = None):
+    def __init__(self, layouts: Mapping[str, DimAxes] | None = None):
         self._layouts: dict[str, Layout] = {}
         self._patterns: dict[str, re.Pattern[str]] = {}
         self.replicated: dict[str, str] = {}
@@ -65,7 +67,7 @@ class LayoutMap(MutableMapping[str, Layout]):
             self[pattern] = layout
 
     @classmethod
-    def of(cls, given: Any) -> LayoutMap:
+    def of(cls, given: LayoutMap | Mapping[str, DimAxes]) -> LayoutMap:
         """Returns a copy of a map, or of a dict of its entries."""
         if isinstance(given, LayoutMap):
             copy = cls(given._layouts)
@@ -112,7 +114,7 @@ class LayoutMap(MutableMapping[str, Layout]):
                 layouts[f"^(?:{pattern})$"] = layout
         return layouts
 
-    def __setitem__(self, pattern: str, layout: Any) -> None:
+    def __setitem__(self, pattern: str, layout: DimAxes) -> None:
         if pattern in self._layouts:
             raise InvalidArgumentError(
                 f"The layout map has {pattern!r} already, as {shown(self._layouts[pattern])}. Delete that entry first, or leave "
@@ -172,7 +174,7 @@ class LayoutMap(MutableMapping[str, Layout]):
         return f"LayoutMap({{{inner}}})"
 
 
-def _checked(pattern: str, layout: Any) -> Layout:
+def _checked(pattern: str, layout: DimAxes) -> Layout:
     if isinstance(layout, (tuple, list)):
         dims = [_axes(dim) for dim in layout]
         if all(dim is not None for dim in dims):
@@ -189,7 +191,7 @@ def _checked(pattern: str, layout: Any) -> Layout:
     )
 
 
-def _axes(dim: Any) -> tuple[str, ...] | None:
+def _axes(dim: str | Sequence[str] | None) -> tuple[str, ...] | None:
     """Returns the axes that one dim is sharded over; None for an invalid entry."""
     if dim is None:
         return ()

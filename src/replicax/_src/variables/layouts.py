@@ -10,16 +10,17 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Sequence
-from typing import Any, final
+from collections.abc import Callable, Sequence
+from typing import Protocol, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from replicax._src import jax_compat
-from replicax._src.devices.specs import Axes, axes_of, dim_of, spec_of, without
+from replicax._src.devices.sharding_specs import Axes, axes_of, dim_of, spec_of, without
 from replicax._src.devices.topology import REPLICA_AXIS, SHARD_AXIS, Topology
+from replicax._src.jax_internals import jax_compat
 from replicax._src.tracing.gathers import Sharded, is_large, sharded_read_p
 from replicax._src.tracing.optimizer_slots import model_variable_of
 from replicax._src.variables.layout_map import LayoutMap
@@ -34,13 +35,32 @@ _LEAST_ROWS_ON_TPU = 8
 _of_optimizers: set[int] = set()
 
 
-def note_of_optimizer(variable: Any) -> None:
+class LaidOutVariable(Protocol):
+    """A variable, also of a framework, as the rules of layouts see it."""
+
+    @property
+    def path(self) -> str:
+        """The name, which the patterns of a layout map match."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the full value."""
+        ...
+
+    @property
+    def trainable(self) -> bool:
+        """True if optimizers update it."""
+        ...
+
+
+def note_of_optimizer(variable: LaidOutVariable) -> None:
     """Remembers that an optimizer keeps a variable."""
     _of_optimizers.add(id(variable))
     weakref.finalize(variable, _of_optimizers.discard, id(variable))
 
 
-def is_of_optimizer(variable: Any) -> bool:
+def is_of_optimizer(variable: LaidOutVariable) -> bool:
     """Returns True if an optimizer keeps a variable."""
     return id(variable) in _of_optimizers
 
@@ -77,27 +97,27 @@ class VariableLayouts:
         """True if variables are sharded from the start."""
         return self.shards is not None or self.mapped is not None
 
-    def of(self, variable: Any) -> NamedSharding | None:
+    def of(self, variable: LaidOutVariable) -> NamedSharding | None:
         """Returns the layout in which a variable is stored; None if it is replicated. ``BindingTable.layout_of`` also
         knows the variables that have one value per replica.
         """
         return self._of(variable, self._logical_axes(variable))
 
-    def of_given(self, variable: Any, axes: Axes) -> NamedSharding | None:
+    def layout_by_axes(self, variable: LaidOutVariable, axes: Axes) -> NamedSharding | None:
         """Returns the layout that a variable would have if the logical devices sharded it by ``axes``."""
         return self._of(variable, axes)
 
-    def of_update(self, variable: Any) -> NamedSharding | None:
+    def update_layout(self, variable: LaidOutVariable) -> NamedSharding | None:
         """Returns the layout in which optimizers update a variable: that of its slots."""
         return self._composed(self._logical_axes(variable), variable.shape)
 
-    def give(self, variable: Any, axes: Axes) -> None:
+    def give(self, variable: LaidOutVariable, axes: Axes) -> None:
         """Makes the logical devices shard a variable by ``axes``, whatever the layout map says."""
         if id(variable) not in self._given:
             weakref.finalize(variable, self._given.pop, id(variable), None)
         self._given[id(variable)] = axes
 
-    def note(self, variable: Any) -> None:
+    def note(self, variable: LaidOutVariable) -> None:
         """Records the path of a new variable, for the messages of the layout map."""
         if self.mapped is not None and not is_of_optimizer(variable):
             self.mapped.note(variable.path)
@@ -107,18 +127,18 @@ class VariableLayouts:
         if self.mapped is not None:
             self.mapped.check_used(is_training=is_training)
 
-    def _of(self, variable: Any, axes: Axes) -> NamedSharding | None:
+    def _of(self, variable: LaidOutVariable, axes: Axes) -> NamedSharding | None:
         is_divided = self.shards is not None and self.shards.divides(
             is_trainable=bool(variable.trainable), is_of_optimizer=is_of_optimizer(variable)
         )
         return self._composed(axes, variable.shape, is_shared=not is_divided)
 
-    def _logical_axes(self, variable: Any) -> Axes:
+    def _logical_axes(self, variable: LaidOutVariable) -> Axes:
         if id(variable) in self._given:
             return self._given[id(variable)]
         owner = model_variable_of(variable)
         if owner is None and not is_of_optimizer(variable):
-            return () if self.mapped is None else self.mapped.of_path(variable.path, variable.shape)
+            return () if self.mapped is None else self.mapped.axes_of_path(variable.path, variable.shape)
         if self.mapped is not None:
             self.mapped.note_slot(variable.path)
         return () if owner is None else self._logical_axes(owner)
@@ -141,7 +161,7 @@ class VariableLayouts:
         return self._gathering(value)
 
     @functools.cached_property
-    def _gathering(self) -> Any:
+    def _gathering(self) -> Callable[[jax.Array], jax.Array]:
         return self.topology.compile(
             lambda value: value,
             "reading a divided variable",
@@ -153,7 +173,7 @@ class VariableLayouts:
         """Returns a layout without the shards over replicas: what a replica computes with."""
         return NamedSharding(self.topology.mesh, without(layout.spec, SHARD_AXIS))
 
-    def read(self, value: Any, layout: NamedSharding | None) -> Any:
+    def read(self, value: jax.Array, layout: NamedSharding | None) -> jax.Array:
         """Gathers a traced array over the replicas. A large one gets a mark instead: programs in the global view gather
         it again where it is needed.
         """
@@ -165,7 +185,7 @@ class VariableLayouts:
         rows = RowsInGlobalView(value.shape, layout, self.topology)
         return sharded_read_p.bind(value, spec=layout.spec, mesh=self.topology.mesh, rows=rows)
 
-    def summed(self, gradient: Any, layout: NamedSharding | None) -> Any:
+    def summed(self, gradient: jax.Array | None, layout: NamedSharding | None) -> jax.Array | None:
         """Sums a traced gradient over the replicas, then cuts it into shards. Without this the partitioner would rather
         gather the gradient's inputs.
         """
@@ -173,14 +193,16 @@ class VariableLayouts:
             return gradient
         return sharded(jax.lax.with_sharding_constraint(gradient, self.gathered(layout)), layout)
 
-    def is_gathered_late(self, shape: Sequence[int], dtype: Any, layout: NamedSharding | None) -> bool:
+    def is_gathered_late(self, shape: Sequence[int], dtype: np.dtype, layout: NamedSharding | None) -> bool:
         """Returns True if a variable with this layout is gathered where a replica needs it, not at the start of a
         program.
         """
         size = math.prod(shape) * dtype.itemsize
         return layout is not None and dim_of(layout.spec, SHARD_AXIS) is not None and is_large(size)
 
-    def rows_of(self, shape: Sequence[int], dtype: Any, layout: NamedSharding | None) -> RowsOfReplica | None:
+    def rows_of(
+        self, shape: Sequence[int], dtype: np.dtype, layout: NamedSharding | None
+    ) -> RowsOfReplica | None:
         """Returns the rows of a variable with this layout, for lookups in replica programs; None if it has none."""
         is_shared = layout is None or dim_of(layout.spec, SHARD_AXIS) is None
         # A program is changed before the mesh of the logical devices is known.
@@ -188,7 +210,7 @@ class VariableLayouts:
             return None
         return RowsOfReplica(shape, layout, self.topology) if jnp.issubdtype(dtype, jnp.number) else None
 
-    def in_rows(self, value: Any, layout: NamedSharding) -> Any:
+    def in_rows(self, value: jax.Array, layout: NamedSharding) -> jax.Array:
         """Returns a traced sharded array as [R, ...], whose row r is the shard of replica r. No data moves."""
         assert self.shards is not None
         spec, count = self.gathered(layout).spec, self.shards.num_shards
@@ -204,7 +226,7 @@ class VariableLayouts:
         row_layout = NamedSharding(self.topology.mesh, PartitionSpec(REPLICA_AXIS, *spec))
         return jax.lax.with_sharding_constraint(rows, row_layout)
 
-    def of_row(self, shard: Any, shape: Sequence[int], layout: NamedSharding) -> Sharded:
+    def sharded_from_row(self, shard: jax.Array, shape: Sequence[int], layout: NamedSharding) -> Sharded:
         """Returns the ``Sharded`` variable for this replica's shard, in a replica program."""
         assert self.shards is not None
         groups = None
@@ -214,7 +236,7 @@ class VariableLayouts:
                 list(numbers[i : i + self.shards.num_shards]) for i in numbers[:: self.shards.num_shards]
             ]
 
-        def gather(shard: Any, spec: PartitionSpec) -> Any:
+        def gather(shard: jax.Array, spec: PartitionSpec) -> jax.Array:
             dim = dim_of(spec, SHARD_AXIS)
             assert dim is not None
             gathered = functools.partial(
@@ -231,6 +253,6 @@ class VariableLayouts:
         return self.topology.num_replicas // self.shards.num_shards
 
 
-def sharded(value: Any, layout: NamedSharding | None) -> Any:
+def sharded(value: jax.Array, layout: NamedSharding | None) -> jax.Array:
     """Returns a traced array in a layout; unchanged without one."""
     return value if layout is None else jax.lax.with_sharding_constraint(value, layout)

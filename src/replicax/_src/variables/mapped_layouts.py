@@ -6,13 +6,13 @@ import difflib
 import logging
 import math
 import re
-from collections.abc import Sequence
-from typing import Any, final
+from collections.abc import Mapping, Sequence
+from typing import final
 
-from replicax._src.devices.specs import Axes
+from replicax._src.devices.sharding_specs import Axes
 from replicax._src.devices.topology import LOGICAL_AXIS, REPLICA_AXIS, Topology
-from replicax._src.errors import InvalidArgumentError
-from replicax._src.variables.layout_map import Layout, LayoutMap, shown
+from replicax._src.variables.layout_map import DimAxes, Layout, LayoutMap, shown
+from replicax._src.vocabulary.errors import InvalidArgumentError
 
 log = logging.getLogger("replicax")
 _MAX_SHOWN = 3
@@ -83,7 +83,7 @@ class MappedLayouts:
         """Records the path of an optimizer slot, which the map does not apply to."""
         self._paths_of_slots[path] = None
 
-    def of_path(self, path: str, shape: Sequence[int]) -> Axes:
+    def axes_of_path(self, path: str, shape: Sequence[int]) -> Axes:
         """Returns the axes of each dim of a variable with this path; fewer if the last dims are not sharded.
 
         Raises:
@@ -147,7 +147,7 @@ class MappedLayouts:
         return f"the closest paths are {', '.join(map(repr, closest))}" if closest else "there is none"
 
 
-def layout_map_for(topology: Topology, given: Any) -> LayoutMap | None:
+def layout_map_for(topology: Topology, given: LayoutMap | Mapping[str, DimAxes] | None) -> LayoutMap | None:
     """Returns the layout map that a user gives, for replicas of several devices; None for none.
 
     Raises:

@@ -11,13 +11,14 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, SupportsIndex, final
+from typing import SupportsIndex, final
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from replicax._src.devices.split import split_offsets
-from replicax._src.dtypes import as_dtype
-from replicax._src.errors import InvalidArgumentError
+from replicax._src.values.dtypes import as_dtype
+from replicax._src.vocabulary.errors import InvalidArgumentError
 
 
 class Partitioner(abc.ABC):
@@ -30,7 +31,7 @@ class Partitioner(abc.ABC):
     """
 
     @abc.abstractmethod
-    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+    def __call__(self, shape: Sequence[int], dtype: DTypeLike, axis: int = 0) -> list[int]:
         """Returns the number of parts along each dim of ``shape``.
 
         Args:
@@ -59,7 +60,7 @@ class FixedShardsPartitioner(Partitioner):
     def __init__(self, num_shards: int):
         self._num_shards = _positive("num_shards", num_shards)
 
-    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+    def __call__(self, shape: Sequence[int], dtype: DTypeLike, axis: int = 0) -> list[int]:
         del dtype
         return _along(axis, shape, lambda num_rows: min(self._num_shards, num_rows))
 
@@ -93,7 +94,7 @@ class MinSizePartitioner(Partitioner):
         self._max_shards = _positive("max_shards", max_shards)
         self._bytes_per_string = _positive("bytes_per_string", bytes_per_string)
 
-    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+    def __call__(self, shape: Sequence[int], dtype: DTypeLike, axis: int = 0) -> list[int]:
         num_bytes = math.prod(shape) * _element_bytes(dtype, self._bytes_per_string)
         enough = math.ceil(num_bytes / self._min_shard_bytes)
         return _along(axis, shape, lambda num_rows: min(num_rows, self._max_shards, enough))
@@ -125,7 +126,7 @@ class MaxSizePartitioner(Partitioner):
         self._max_shards = _positive("max_shards", max_shards) if max_shards else None
         self._bytes_per_string = _positive("bytes_per_string", bytes_per_string)
 
-    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+    def __call__(self, shape: Sequence[int], dtype: DTypeLike, axis: int = 0) -> list[int]:
         element_bytes = _element_bytes(dtype, self._bytes_per_string)
 
         def count(num_rows: int) -> int:
@@ -140,7 +141,21 @@ class MaxSizePartitioner(Partitioner):
         return f"MaxSizePartitioner(max_shard_bytes={self._max_shard_bytes}, max_shards={self._max_shards})"
 
 
-def num_shards_of(partitioner: Callable[..., Sequence[int]] | None, shape: Sequence[int], dtype: Any) -> int:
+def partition(
+    partitioner: Callable[..., Sequence[int]] | None, shape: Sequence[int], dtype: DTypeLike
+) -> list[tuple[int, int]]:
+    """Returns the rows ``[start, stop)`` of each shard of a new variable; nothing if it stays in one piece.
+
+    Raises:
+      InvalidArgumentError: The partitioner did not return ``[n, 1, 1, ...]`` with n of at least 1.
+    """
+    num_shards = num_shards_of(partitioner, shape, dtype)
+    return shard_rows(shape[0], num_shards) if num_shards > 1 else []
+
+
+def num_shards_of(
+    partitioner: Callable[..., Sequence[int]] | None, shape: Sequence[int], dtype: DTypeLike
+) -> int:
     """Returns the number of shards of a new variable, at least 1. A scalar, or a variable without partitioner, has 1.
 
     Raises:
@@ -187,7 +202,7 @@ def _along(axis: int, shape: Sequence[int], count: Callable[[int], int]) -> list
     return counts
 
 
-def _element_bytes(dtype: Any, bytes_per_string: int) -> int:
+def _element_bytes(dtype: DTypeLike, bytes_per_string: int) -> int:
     if isinstance(dtype, str) and dtype == "string":
         return bytes_per_string
     dtype = np.dtype(as_dtype(dtype))

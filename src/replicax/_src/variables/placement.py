@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from replicax._src.devices.topology import Topology
-from replicax._src.jax_compat import Device
+from replicax._src.hooks import hook
+from replicax._src.jax_internals.jax_compat import Device
 from replicax._src.tracing.bindings import own_copy, placed_by_each
-from replicax._src.values import shards_of_replicas
+from replicax._src.values.array_types import HostOrDevice
+from replicax._src.values.distributed import ArrayLike, shards_of_replicas
 from replicax._src.variables.layouts import VariableLayouts
+from replicax._src.variables.remote_array import RemoteArray
+
+_V = TypeVar("_V")
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,16 +30,23 @@ class VariablePlacement:
       topology: The replicas' devices.
       parameter_device: The one device that holds all variables (central storage); None if every replica's device does.
       layouts: The layouts of variables that may be sharded; None if all are replicated.
+      partitioner, run_here: None: there is no variable in pieces, and programs take variables as inputs.
     """
 
     topology: Topology
     parameter_device: Device | None = None
     layouts: VariableLayouts | None = None
-    partitioner = None
+    partitioner: Callable[..., Sequence[int]] | None = None
+    run_here: Callable[..., Any] | None = None
 
     @property
     def num_replicas(self) -> int:
         return self.topology.num_replicas
+
+    @property
+    def is_on_replicas(self) -> bool:
+        """True if every replica's devices hold the variables."""
+        return self.parameter_device is None
 
     @property
     def worker_devices(self) -> tuple[Device, ...]:
@@ -46,7 +59,19 @@ class VariablePlacement:
         one = self.parameter_device
         return (one,) if one is not None else self.topology.all_local_devices
 
-    def place(self, value: Any, components: Any | None) -> jax.Array:
+    def for_framework(self, name: str) -> Any:
+        """Returns the object with which a framework keeps its variables on devices."""
+        return hook(name).ON_DEVICES
+
+    def table_of(self, variable: ArrayLike) -> None:
+        """Returns None: programs look up rows."""
+        del variable
+
+    def in_shards(self, variable: _V) -> _V:
+        """Returns the variable."""
+        return variable
+
+    def place(self, value: HostOrDevice, components: HostOrDevice | None) -> jax.Array:
         """Returns a copy on the strategy's devices of ``value``, or of ``components`` [R, ...] if each replica has its
         own.
         """
@@ -56,7 +81,13 @@ class VariablePlacement:
             return own_copy(value, jax.sharding.SingleDeviceSharding(self.parameter_device))
         return placed_by_each(value, self.topology)
 
-    def place_initial(self, value: Any, components: Any | None, name: str, layout: Any) -> jax.Array:
+    def place_initial(
+        self,
+        value: HostOrDevice,
+        components: HostOrDevice | None,
+        name: str,
+        layout: NamedSharding | None,
+    ) -> jax.Array:
         """Places the value of a new variable: in its layout, or as ``place`` does. All processes take the value of the
         first one.
         """
@@ -65,7 +96,7 @@ class VariablePlacement:
             return self.topology.put_leaders(value, layout)
         return self.place(value, components) if layout is None else own_copy(value, layout)
 
-    def replaced(self, stored: jax.Array, value: Any, components: Any | None) -> jax.Array:
+    def replaced(self, stored: jax.Array, value: HostOrDevice, components: HostOrDevice | None) -> jax.Array:
         """Returns the array that a variable stores after an assignment; ``stored`` is the array before it."""
         if components is None and self._is_sharded(stored):
             return own_copy(value, stored.sharding)
@@ -89,13 +120,13 @@ class VariablePlacement:
         del fn, args
         return False
 
-    def beside(self, value: Any, has_components: bool) -> jax.Array:
+    def beside(self, value: HostOrDevice, has_components: bool) -> jax.Array:
         """Returns ``value`` on the devices of a variable, so that one computation can use both."""
         if self.parameter_device is None or has_components:
             return self.topology.put_whole(value)
         return jax.device_put(value, self.parameter_device)
 
-    def moved(self, value: Any, stored: Any) -> jax.Array:
+    def moved(self, value: HostOrDevice, stored: jax.Array | RemoteArray) -> jax.Array:
         """Returns ``value`` on the devices of a variable, to replace ``stored``. The result may share memory with
         ``value``.
         """
@@ -105,6 +136,8 @@ class VariablePlacement:
 
     def components(self, stored: jax.Array, has_components: bool) -> tuple[jax.Array, ...]:
         """Returns copies of the stored value on each replica's device, in replica order."""
+        if has_components and self.topology.survivors is not None:
+            return tuple(stored)  # each process has the components of all replicas
         if has_components:
             shards = shards_of_replicas(stored, self.num_replicas, has_rows=True)
             return tuple(shard.data[0] for shard in shards)
@@ -112,5 +145,7 @@ class VariablePlacement:
             stored = self.topology.put_whole(stored)
         shards = shards_of_replicas(stored, self.num_replicas, has_rows=False)
         if len(shards) == 1:
-            return tuple(jnp.copy(shards[0].data) for _ in self.topology.local_replicas)
+            is_alone = self.topology.survivors is None
+            replicas = self.topology.local_replicas if is_alone else range(self.num_replicas)
+            return tuple(jnp.copy(shards[0].data) for _ in replicas)
         return tuple(jnp.copy(shard.data) for shard in shards)

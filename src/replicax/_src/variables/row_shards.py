@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import final
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
-from replicax._src import jax_compat
 from replicax._src.collectives.row_exchange import ReplicaGroups, RowExchange
-from replicax._src.devices.specs import dim_of, without
+from replicax._src.devices.sharding_specs import dim_of, without
 from replicax._src.devices.topology import GROUP_AXIS, REPLICA_AXIS, SHARD_AXIS, Topology
+from replicax._src.jax_internals import jax_compat
 
 _EACH_REPLICA = PartitionSpec((GROUP_AXIS, SHARD_AXIS))
+Specs = PartitionSpec | tuple[PartitionSpec, ...]
 
 
 class RowShards(abc.ABC):
@@ -39,15 +41,15 @@ class RowShards(abc.ABC):
         self.shard_shape = layout.shard_shape(self.shape)
 
     @abc.abstractmethod
-    def look_up(self, shards: Any, numbers: Any, dtype: Any) -> Any:
+    def look_up(self, shards: jax.Array, numbers: jax.Array, dtype: DTypeLike) -> jax.Array:
         """Returns rows [n, ...] in ``dtype`` for numbers [n] int32; zeros for -1."""
 
     @abc.abstractmethod
-    def add(self, numbers: Any, rows: Any) -> Any:
+    def add(self, numbers: jax.Array, rows: jax.Array) -> jax.Array:
         """Returns the shards of a table of zeros to which rows [n, ...] of all replicas are added."""
 
     @abc.abstractmethod
-    def gather(self, shards: Any) -> Any:
+    def gather(self, shards: jax.Array) -> jax.Array:
         """Returns the full array."""
 
     @property
@@ -63,7 +65,9 @@ class RowShards(abc.ABC):
     def _num_shards(self) -> int:
         return self.layout.mesh.shape[SHARD_AXIS]
 
-    def _on_shards(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    def _on_shards(
+        self, function: Callable[..., jax.Array], in_specs: Specs, out_specs: Specs
+    ) -> Callable[..., jax.Array]:
         """Returns ``jax.shard_map`` of a function over the mesh of groups and shards."""
         return jax_compat.shard_map(
             function,
@@ -79,16 +83,16 @@ class RowShards(abc.ABC):
 class RowsOfReplica(RowShards):
     """A table in a program of one replica, which has its shard."""
 
-    def look_up(self, shards: Any, numbers: Any, dtype: Any) -> Any:
+    def look_up(self, shards: jax.Array, numbers: jax.Array, dtype: DTypeLike) -> jax.Array:
         return self._exchange().look_up(shards, numbers, dtype)
 
-    def add(self, numbers: Any, rows: Any) -> Any:
+    def add(self, numbers: jax.Array, rows: jax.Array) -> jax.Array:
         return self._exchange().add(self.shard_shape, numbers, rows)
 
-    def gather(self, shards: Any) -> Any:
+    def gather(self, shards: jax.Array) -> jax.Array:
         return self._group.gather(shards, self.dim)
 
-    def joined(self, rows: Any) -> Any:
+    def joined(self, rows: jax.Array) -> jax.Array:
         """Returns the sharded array of the full shape for [R, ...], the shards of the replicas. No data moves. Call it
         outside of ``shard_map``.
         """
@@ -118,12 +122,12 @@ class RowsInGlobalView(RowShards):
     global batch. They are padded to a multiple of the number of replicas.
     """
 
-    def look_up(self, shards: Any, numbers: Any, dtype: Any) -> Any:
+    def look_up(self, shards: jax.Array, numbers: jax.Array, dtype: DTypeLike) -> jax.Array:
         count = numbers.shape[0]
         numbers = self._padded(numbers, -1)
         of_group = len(numbers) // self._num_groups
 
-        def taken(shard: Any, numbers: Any) -> Any:
+        def taken(shard: jax.Array, numbers: jax.Array) -> jax.Array:
             start = jax.lax.axis_index(GROUP_AXIS) * of_group
             mine = jax.lax.dynamic_slice_in_dim(numbers, start, of_group)
             return self._exchange().take(shard, mine, dtype)
@@ -131,14 +135,14 @@ class RowsInGlobalView(RowShards):
         specs = self.layout.spec, PartitionSpec()
         return self._on_shards(taken, specs, self._of_rows)(shards, numbers)[:count]
 
-    def add(self, numbers: Any, rows: Any) -> Any:
-        def added(numbers: Any, rows: Any) -> Any:
+    def add(self, numbers: jax.Array, rows: jax.Array) -> jax.Array:
+        def added(numbers: jax.Array, rows: jax.Array) -> jax.Array:
             return self._exchange().add(self.shard_shape, numbers, rows)
 
         add = self._on_shards(added, (_EACH_REPLICA, self._of_rows), self.layout.spec)
         return add(self._padded(numbers, -1), self._padded(rows, 0))
 
-    def gather(self, shards: Any) -> Any:
+    def gather(self, shards: jax.Array) -> jax.Array:
         spec = without(self.layout.spec, SHARD_AXIS)
         return jax.lax.with_sharding_constraint(shards, NamedSharding(self.topology.mesh, spec))
 
@@ -152,6 +156,6 @@ class RowsInGlobalView(RowShards):
         index = jax.lax.axis_index(SHARD_AXIS)
         return RowExchange(self.dim, self.shape[0], index, ReplicaGroups(SHARD_AXIS), across)
 
-    def _padded(self, value: Any, fill: int) -> Any:
+    def _padded(self, value: jax.Array, fill: int) -> jax.Array:
         missing = -value.shape[0] % self.topology.num_replicas
         return jnp.pad(value, [(0, missing), *[(0, 0)] * (value.ndim - 1)], constant_values=fill)

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, final
+from types import EllipsisType
+from typing import Any, TypeAlias, TypeGuard, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax._src import jax_compat
 from replicax._src.collectives.in_replica import IndexedSlices
-from replicax._src.errors import InvalidArgumentError, VariableError
-from replicax._src.framework import is_variable
-from replicax._src.values import ArrayLike
-from replicax._src.variables.shards import Shards, ShardsInVariables, array_of_shape
+from replicax._src.jax_internals import jax_compat
+from replicax._src.values.array_types import ConvertibleToArray, shape_of
+from replicax._src.values.distributed import ArrayLike
+from replicax._src.values.framework import is_variable
+from replicax._src.variables.shards import (
+    Shards,
+    ShardsInVariables,
+    ShardsOfOne,
+    VariableShard,
+    array_of_shape,
+)
 from replicax._src.variables.variable import Variable
+from replicax._src.vocabulary.errors import InvalidArgumentError, VariableError
+
+Index: TypeAlias = "slice | EllipsisType | ConvertibleToArray | None"
+"""What indexes one dim of an array, or several."""
 
 
 @final
@@ -48,8 +59,13 @@ class ShardedVariable(ArrayLike):
     def __init__(self, variables: Sequence[Variable] | Shards, name: str = "ShardedVariable"):
         self._shards = variables if isinstance(variables, Shards) else ShardsInVariables(variables, name)
 
+    @classmethod
+    def in_one(cls, variable: Variable, num_shards: int) -> ShardedVariable:
+        """Returns the shards of one variable that has all rows."""
+        return cls(ShardsOfOne([variable], num_shards), variable.name)
+
     @property
-    def variables(self) -> list[Any]:
+    def variables(self) -> list[Variable] | list[VariableShard]:
         """The shards."""
         return self._shards.variables
 
@@ -63,7 +79,7 @@ class ShardedVariable(ArrayLike):
         return self._shards.shape
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         return self._shards.dtype
 
     @property
@@ -82,7 +98,7 @@ class ShardedVariable(ArrayLike):
     def __len__(self) -> int:
         return len(self._shards.rows)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Variable | VariableShard]:
         return iter(self.variables)
 
     def __repr__(self) -> str:
@@ -94,22 +110,22 @@ class ShardedVariable(ArrayLike):
     # --- reading --------------------------------------------------------------------------------------
 
     @property
-    def value(self) -> Any:
+    def value(self) -> jax.Array:
         """The full array."""
         return self._shards.read()
 
-    def read_value(self) -> Any:
+    def read_value(self) -> jax.Array:
         """Returns ``value``."""
         return self._shards.read()
 
-    def as_array(self) -> Any:
+    def as_array(self) -> jax.Array:
         return self._shards.read()
 
     def numpy(self) -> np.ndarray:
         """Returns the full array as a NumPy array (a copy). Blocks until it is computed."""
         return np.array(self._shards.read())
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: Index | tuple[Index, ...]) -> jax.Array:
         """Returns ``value[index]``, for ints, slices, ``...``, ``None``, masks and arrays of ints.
 
         Raises:
@@ -122,7 +138,7 @@ class ShardedVariable(ArrayLike):
             return self._shards.read_rows(items[0])
         return jnp.asarray(self._shards.read())[items]
 
-    def sparse_read(self, indices: Any) -> Any:
+    def sparse_read(self, indices: Any) -> jax.Array:
         """Returns rows [n, ...] for a 1-D array of indices [n], in the order of the indices.
 
         Raises:
@@ -185,7 +201,7 @@ class ShardedVariable(ArrayLike):
         """Replaces rows, as ``scatter_update`` does; the two are the same for 1-D indices."""
         return self._scatter("scatter_update", sparse_delta)
 
-    def _update(self, method: str, value: Any) -> ShardedVariable:
+    def _update(self, method: str, value: ConvertibleToArray) -> ShardedVariable:
         array = array_of_shape(value, self.shape, f"{method} of variable {self.name!r}")
         self._shards.update(method, array)
         return self
@@ -205,7 +221,7 @@ class ShardedVariable(ArrayLike):
 # --- checks -------------------------------------------------------------------------------------------
 
 
-def check_ids(ids: Any, num_rows: int | None, what: str) -> Any:
+def check_ids(ids: ConvertibleToArray, num_rows: int | None, what: str) -> jax.Array:
     """Returns row numbers as an array of ints. Checks their range if their values are known and ``num_rows`` is given.
 
     Raises:
@@ -227,8 +243,8 @@ def check_ids(ids: Any, num_rows: int | None, what: str) -> Any:
     return jnp.asarray(array) if array.dtype.itemsize >= 4 else jnp.asarray(array, jnp.int32)  # all rows fit
 
 
-def _checked_indices(indices: Any, num_rows: int) -> Any:
-    shape = np.shape(indices)
+def _checked_indices(indices: ConvertibleToArray, num_rows: int) -> jax.Array:
+    shape = shape_of(indices)
     if len(shape) != 1:
         raise InvalidArgumentError(
             f"ShardedVariable: indices must be 1D Tensor for sparse operations. Received shape: {shape}. For other "
@@ -237,21 +253,21 @@ def _checked_indices(indices: Any, num_rows: int) -> Any:
     return check_ids(indices, num_rows, "indices")
 
 
-def _plain_index(item: Any) -> Any:
+def _plain_index(item: Index) -> Index:
     if isinstance(item, list):
         return np.asarray(item)
     return item.as_array() if isinstance(item, ArrayLike) else item
 
 
-def _is_array(item: Any) -> bool:
-    return isinstance(item, (np.ndarray, np.generic, jax.Array))
+def _is_array(item: Index) -> TypeGuard[np.ndarray | np.number | np.bool_ | jax.Array]:
+    return isinstance(item, (np.ndarray, np.number, np.bool_, jax.Array))
 
 
-def _is_mask(item: Any) -> bool:
+def _is_mask(item: Index) -> TypeGuard[np.ndarray | np.bool_ | jax.Array]:
     return _is_array(item) and item.dtype == bool
 
 
-def _check_bounds(items: tuple[Any, ...], shape: tuple[int, ...]) -> None:
+def _check_bounds(items: tuple[Index, ...], shape: tuple[int, ...]) -> None:
     """Raises if an index is out of bounds, where JAX would take the nearest row or an arbitrary one."""
     taken = [0 if x is None or x is Ellipsis else x.ndim if _is_mask(x) else 1 for x in items]
     if sum(taken) > len(shape):
@@ -259,9 +275,9 @@ def _check_bounds(items: tuple[Any, ...], shape: tuple[int, ...]) -> None:
     dim = 0
     for item, num_dims in zip(items, taken, strict=True):
         if isinstance(item, bool) or _is_mask(item):
-            _check_mask(np.shape(item), shape[dim : dim + num_dims], shape)
-        is_known = isinstance(item, int) or (_is_array(item) and not isinstance(item, jax_compat.Tracer))
-        if is_known and not _is_mask(item):
+            _check_mask(shape_of(item), shape[dim : dim + num_dims], shape)
+        is_known = not isinstance(item, jax_compat.Tracer) and not _is_mask(item)
+        if is_known and (isinstance(item, int) or _is_array(item)):
             _check_known(item, dim, shape[dim])
         dim += len(shape) - sum(taken) if item is Ellipsis else num_dims
 
@@ -275,7 +291,7 @@ def _check_mask(shape: tuple[int, ...], wanted: tuple[int, ...], whole: tuple[in
         raise InvalidArgumentError(f"ShardedVariable: a mask of shape {shape} where it should be {wanted}.")
 
 
-def _check_known(item: Any, dim: int, size: int) -> None:
+def _check_known(item: ConvertibleToArray, dim: int, size: int) -> None:
     numbers = np.asarray(item)
     wrong = numbers[(numbers < -size) | (numbers >= size)]
     if wrong.size:

@@ -15,10 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax._src.collectives.in_replica import IndexedSlices
-from replicax._src.errors import VariableError
-from replicax._src.values import ArrayLike
+from replicax._src.values.array_types import ConvertibleToArray
+from replicax._src.values.distributed import ArrayLike
 from replicax._src.variables.partitioners import shard_rows
 from replicax._src.variables.variable import Variable, as_array
+from replicax._src.vocabulary.errors import VariableError
 
 
 class Shards(abc.ABC):
@@ -33,12 +34,12 @@ class Shards(abc.ABC):
 
     name: str
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: np.dtype
     rows: tuple[tuple[int, int], ...]
 
     @property
     @abc.abstractmethod
-    def variables(self) -> list[Any]:
+    def variables(self) -> list[Variable] | list[VariableShard]:
         """Returns the shards, each of which can be read and assigned."""
 
     @property
@@ -48,30 +49,30 @@ class Shards(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def description(self) -> tuple[Any, ...]:
+    def description(self) -> tuple[str | int, ...]:
         """Returns the further arguments, after ``held``, that make equal shards. They are hashable."""
 
     @abc.abstractmethod
-    def read(self) -> Any:
+    def read(self) -> jax.Array:
         """Returns the full value, which is traced in a traced function."""
 
     @abc.abstractmethod
-    def update(self, method: str, value: Any) -> None:
+    def update(self, method: str, value: jax.Array) -> None:
         """Calls "assign", "assign_add" or "assign_sub" with a value of the full shape."""
 
     @abc.abstractmethod
-    def update_rows(self, method: str, indices: Any, values: Any) -> None:
+    def update_rows(self, method: str, indices: jax.Array, values: jax.Array) -> None:
         """Calls "scatter_add", "scatter_update", … for rows [n] of the full variable, with values [n, ...].
 
         Rows out of range are ignored.
         """
 
-    def read_rows(self, ids: Any) -> Any:
+    def read_rows(self, ids: jax.typing.ArrayLike) -> jax.Array:
         """Returns rows [*ids.shape, ...]. In traced functions it is one gather, which is recognised as a lookup."""
         return take_rows(self.read(), ids)
 
 
-def take_rows(table: Any, ids: Any) -> jax.Array:
+def take_rows(table: jax.Array, ids: jax.typing.ArrayLike) -> jax.Array:
     """Returns rows of a table. All lookups are this operation, so that programs for parameter servers find them."""
     return jnp.take(table, ids, axis=0)
 
@@ -114,11 +115,11 @@ class ShardsInVariables(Shards):
     def read(self) -> jax.Array:
         return jnp.concatenate([v.read_value() for v in self._variables])
 
-    def update(self, method: str, value: Any) -> None:
+    def update(self, method: str, value: jax.Array) -> None:
         for variable, (start, stop) in zip(self._variables, self.rows, strict=True):
             getattr(variable, method)(value[start:stop])
 
-    def update_rows(self, method: str, indices: Any, values: Any) -> None:
+    def update_rows(self, method: str, indices: jax.Array, values: jax.Array) -> None:
         for variable, (start, stop) in zip(self._variables, self.rows, strict=True):
             is_here = (indices >= start) & (indices < stop)
             # Variables ignore rows after their last one, but count negative rows from the end.
@@ -144,8 +145,8 @@ class ShardsOfOne(Shards):
         self._variable = variable
 
     @property
-    def variables(self) -> list[Shard]:
-        return [Shard(self, i) for i in range(len(self.rows))]
+    def variables(self) -> list[VariableShard]:
+        return [VariableShard(self, i) for i in range(len(self.rows))]
 
     @property
     def held(self) -> tuple[Any]:
@@ -155,20 +156,20 @@ class ShardsOfOne(Shards):
     def description(self) -> tuple[int]:
         return (len(self.rows),)
 
-    def read(self) -> Any:
+    def read(self) -> jax.Array:
         return self._variable.read_value()
 
-    def update(self, method: str, value: Any) -> None:
+    def update(self, method: str, value: jax.Array) -> None:
         getattr(self._variable, method)(value)
 
-    def update_rows(self, method: str, indices: Any, values: Any) -> None:
+    def update_rows(self, method: str, indices: jax.Array, values: jax.Array) -> None:
         is_there = (indices >= 0) & (indices < self.shape[0])
         rows = jnp.where(is_there, indices, self.shape[0])
         getattr(self._variable, method)(IndexedSlices(values, rows))
 
 
 @final
-class Shard(ArrayLike):
+class VariableShard(ArrayLike):
     """A view of some rows of a variable that acts as a variable.
 
     Attributes:
@@ -186,43 +187,43 @@ class Shard(ArrayLike):
         self._rows = slice(start, stop)
 
     @property
-    def value(self) -> Any:
+    def value(self) -> jax.Array:
         """The rows."""
         return self.read_value()
 
-    def read_value(self) -> Any:
+    def read_value(self) -> jax.Array:
         """Returns ``value``."""
         return self._shards.read()[self._rows]
 
-    def as_array(self) -> Any:
+    def as_array(self) -> jax.Array:
         return self.read_value()
 
     def numpy(self) -> np.ndarray:
         """Returns the rows as a NumPy array (a copy). Blocks until they are computed."""
         return np.array(self.read_value())
 
-    def assign(self, value: Any) -> Shard:
+    def assign(self, value: Any) -> VariableShard:
         """Replaces the rows and leaves those of other shards."""
         return self._update("scatter_update", "assign", value)
 
-    def assign_add(self, delta: Any) -> Shard:
+    def assign_add(self, delta: Any) -> VariableShard:
         """Adds to the rows."""
         return self._update("scatter_add", "assign_add", delta)
 
-    def assign_sub(self, delta: Any) -> Shard:
+    def assign_sub(self, delta: Any) -> VariableShard:
         """Subtracts from the rows."""
         return self._update("scatter_sub", "assign_sub", delta)
 
-    def _update(self, method: str, called: str, value: Any) -> Shard:
+    def _update(self, method: str, called: str, value: ConvertibleToArray) -> VariableShard:
         array = array_of_shape(value, self.shape, f"{called} of {self.name!r}")
         self._shards.update_rows(method, jnp.arange(self._rows.start, self._rows.stop), array)
         return self
 
     def __repr__(self) -> str:
-        return f"Shard({self.name!r}, shape={self.shape}, dtype={jnp.dtype(self.dtype).name})"
+        return f"VariableShard({self.name!r}, shape={self.shape}, dtype={jnp.dtype(self.dtype).name})"
 
 
-def array_of_shape(value: Any, shape: tuple[int, ...], what: str) -> jax.Array:
+def array_of_shape(value: ConvertibleToArray, shape: tuple[int, ...], what: str) -> jax.Array:
     """Returns ``value`` as an array.
 
     Raises:

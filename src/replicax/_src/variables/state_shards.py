@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from replicax._src.errors import InvalidArgumentError
-from replicax._src.options import ShardState, whole_number
+from replicax._src.vocabulary.errors import InvalidArgumentError
+from replicax._src.vocabulary.options import ShardState, whole_number
 
 # With more shards TPUs gather the thin shards by an all-reduce, at twice the traffic.
 MOST_SHARDS = 256
@@ -31,7 +30,9 @@ class StateShards:
     num_shards: int
 
     @classmethod
-    def of(cls, shard_state: Any, shard_size: Any, num_replicas: int) -> StateShards | None:
+    def of(
+        cls, shard_state: ShardState | str | None, shard_size: int | None, num_replicas: int
+    ) -> StateShards | None:
         """Returns the sharding for the user's arguments; None if no state is sharded.
 
         Args:

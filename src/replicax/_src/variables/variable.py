@@ -10,29 +10,44 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax._src import context, jax_compat
 from replicax._src.collectives import in_replica
 from replicax._src.collectives.in_replica import Communicator, IndexedSlices
-from replicax._src.devices.topology import device_name
+from replicax._src.devices.named_devices import device_name
 from replicax._src.drawing import html
-from replicax._src.dtypes import as_dtype
-from replicax._src.errors import ReplicaxError, TraceError, UnsupportedError, VariableError
-from replicax._src.framework import Framework, use
-from replicax._src.migrate import missing_names
-from replicax._src.narrowing import narrowed_pytree
-from replicax._src.options import ReduceOp, VariableAggregation, VariableSynchronization
+from replicax._src.jax_internals import jax_compat
+from replicax._src.scope import context
+from replicax._src.scope.any_placement import Placement
 from replicax._src.tracing.bindings import Binding, SyncPolicy, state_lock
 from replicax._src.tracing.capture import current_capture, note_created
-from replicax._src.user_code import user_line
-from replicax._src.values import ArrayLike, DistributedValues, PerReplica, on_host_or_keys, shown_value
+from replicax._src.user.listening import listener
+from replicax._src.user.user_code import user_line
+from replicax._src.values.array_types import ConvertibleToArray
+from replicax._src.values.distributed import (
+    ArrayLike,
+    DistributedValues,
+    PerReplica,
+    on_host_or_keys,
+    shown_value,
+)
+from replicax._src.values.dtypes import as_dtype
+from replicax._src.values.framework import Framework, use
+from replicax._src.values.narrowing import narrowed_pytree
 from replicax._src.variables.caching import cached_read
-from replicax._src.variables.placement import VariablePlacement
+from replicax._src.vocabulary.errors import ReplicaxError, TraceError, UnsupportedError, VariableError
+from replicax._src.vocabulary.options import ReduceOp, VariableAggregation, VariableSynchronization
 
 _SUMMED_ASSIGN_ADD = (
     "SyncOnReadVariable does not support `{method}` in cross-replica context when aggregation is set to "
     "`tf.VariableAggregation.SUM`: variable {name!r} has one component per replica, and it is not clear which "
     "of them should change. Use assign, or {method} inside strategy.run."
 )
+
+Combine = Callable[[jax.Array, jax.Array], jax.Array]
+"""Returns the new value of a variable, given the old one and what is assigned."""
+_ArgumentsOfCopy = tuple[
+    np.ndarray | jax.Array, bool, str, np.dtype, VariableSynchronization, VariableAggregation
+]
+"""The arguments that make a copy of a variable."""
 
 
 @final
@@ -105,7 +120,7 @@ class Variable(ArrayLike):
                 f"not supported: the mean of integers is not an integer. Use a floating dtype, or SUM."
             )
         self._strategy = context.strategy_for_new_variable()
-        self._placement: VariablePlacement = self._strategy.variable_placement
+        self._placement: Placement = self._strategy.variable_placement
         self.shape = tuple(value.shape)
         self.dtype = value.dtype
         self._has_components = (
@@ -142,7 +157,7 @@ class Variable(ArrayLike):
             if name.startswith("_") or name in dir(type(self)):
                 return object.__getattribute__(self, name)
             if getattr(jax.Array, name, None) is None:
-                advice = missing_names.of_object(self, name, "variable")
+                advice = listener().missing_attribute(self, name, "variable")
                 if advice is None:
                     return object.__getattribute__(self, name)
                 raise AttributeError(
@@ -215,11 +230,11 @@ class Variable(ArrayLike):
     def __copy__(self) -> Variable:
         return self.__deepcopy__({})
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[Variable], _ArgumentsOfCopy]:
         """Pickles the value and the options. Loading makes a new variable in the scope that is open then."""
         return Variable, self._arguments_of_copy()
 
-    def _arguments_of_copy(self) -> tuple[Any, ...]:
+    def _arguments_of_copy(self) -> _ArgumentsOfCopy:
         if current_capture() is not None:
             raise VariableError(
                 f"Variable {self.name!r} was copied or pickled in a function that is being traced, and every call would make a "
@@ -298,7 +313,7 @@ class Variable(ArrayLike):
         is_combined = self._has_components and self._placement.topology.peers is not None
         return is_combined or not (self._value.is_fully_addressable or self._value.is_fully_replicated)
 
-    def _raw(self) -> Any:
+    def _raw(self) -> jax.Array:
         """The stored value: one array, this replica's component, or in cross-replica code all components [R, ...]."""
         context.check_strategy_of(self._strategy, f"variable {self.name!r}")
         capture = current_capture()
@@ -308,7 +323,7 @@ class Variable(ArrayLike):
             stored = self._value
         return self._placement.current(stored)
 
-    def _aggregate(self, raw: Any) -> Any:
+    def _aggregate(self, raw: jax.Array) -> jax.Array:
         op = self._aggregation_op("read")
         communicator = context.merge_communicator()
         if communicator is not None:  # in merge_call the program sees its own component
@@ -325,7 +340,7 @@ class Variable(ArrayLike):
         return total
 
     @functools.cached_property
-    def _aggregation_of_processes(self) -> Callable[[Any], jax.Array]:
+    def _aggregation_of_processes(self) -> Callable[[jax.Array], jax.Array]:
         """The program of a read that needs all processes."""
         topology = self._placement.topology
         aggregated = functools.partial(_aggregated, op=self._aggregation_op("read"))
@@ -380,7 +395,7 @@ class Variable(ArrayLike):
         del read_value
         return self._update("assign_sub", delta, lambda old, new: old - new)
 
-    def _update(self, method: str, value: Any, combine: Callable[[Any, Any], Any]) -> Any:
+    def _update(self, method: str, value: ConvertibleToArray, combine: Combine) -> Any:
         if current_capture() is None and self._placement.update(_ON_SERVERS[method], self, value):
             return self
         self._check_is_of_scope(method)
@@ -411,7 +426,7 @@ class Variable(ArrayLike):
             "outside of strategy.run: replicas may read it."
         )
 
-    def _incoming(self, method: str, value: Any) -> Any:
+    def _incoming(self, method: str, value: ConvertibleToArray) -> jax.Array:
         if isinstance(value, PerReplica) and not value.is_equal:
             raise VariableError(
                 f"{method} of variable {self.name!r} in cross-replica context got a PerReplica value: which of "
@@ -436,7 +451,7 @@ class Variable(ArrayLike):
             array = jnp.broadcast_to(array, self.shape)
         return array if current_capture() is not None else self._placement.beside(array, self._has_components)
 
-    def _combine_replicas(self, communicator: Communicator, method: str, value: Any) -> Any:
+    def _combine_replicas(self, communicator: Communicator, method: str, value: jax.Array) -> jax.Array:
         if self.aggregation is VariableAggregation.NONE or communicator.num_replicas == 1:
             return value
         if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
@@ -446,7 +461,7 @@ class Variable(ArrayLike):
             raise VariableError(f"Cannot update non-float variables with aggregation=MEAN ({method}).")
         return context.get_strategy().reduce_in_replica(communicator, op, value, None)
 
-    def _write(self, raw: Any) -> Any:
+    def _write(self, raw: jax.Array) -> jax.Array:
         capture = current_capture()
         if capture is None:
             if isinstance(raw, jax_compat.Tracer):
@@ -462,9 +477,7 @@ class Variable(ArrayLike):
             raw = capture.read(self)
         return raw
 
-    def _write_components(
-        self, method: str, raw: Any, value: Any, combine: Callable[[Any, Any], Any]
-    ) -> None:
+    def _write_components(self, method: str, raw: jax.Array, value: jax.Array, combine: Combine) -> None:
         """Assigns an ON_READ variable in cross-replica code."""
         is_sum = self.aggregation is VariableAggregation.SUM
         if is_sum and method != "assign":
@@ -481,7 +494,7 @@ class Variable(ArrayLike):
             value = jnp.broadcast_to(value, (self._placement.num_replicas, *self.shape))
         self._write(combine(raw, value))
 
-    def _initial_components(self, value: Any) -> Any:
+    def _initial_components(self, value: jax.Array | np.ndarray) -> jax.Array:
         """Returns the components at creation, where each replica starts from the initial value."""
         return jnp.broadcast_to(value, (self._placement.num_replicas, *self.shape))
 
@@ -521,7 +534,7 @@ class Variable(ArrayLike):
         self,
         method: str,
         delta: IndexedSlices,
-        apply: Callable[[Any, Any], Any],
+        apply: Callable[[Any, jax.Array], jax.Array],
         is_idempotent: bool = False,
     ) -> Any:
         if not isinstance(delta, IndexedSlices):
@@ -561,10 +574,10 @@ class Variable(ArrayLike):
         return in_replica.all_reduce(communicator, ReduceOp[self.aggregation.name], delta)
 
 
-def _on_servers(method: str) -> Callable[[Variable, Any], None]:
+def _on_servers(method: str) -> Callable[[Variable, ConvertibleToArray | IndexedSlices], None]:
     """Returns a function that assigns a variable on its servers."""
 
-    def assign(variable: Variable, value: Any) -> None:
+    def assign(variable: Variable, value: ConvertibleToArray | IndexedSlices) -> None:
         getattr(variable, method)(value)
 
     assign.replicax_family = method  # type: ignore[attr-defined]
@@ -582,7 +595,11 @@ _ON_SERVERS = {
 _ON_DEVICES = {np.dtype(char) for char in "?bBhHiIqQlLefdFD"}
 
 
-def _first_value(initial_value: Any, dtype: Any, name: str) -> jax.Array | np.ndarray:
+def _first_value(
+    initial_value: ConvertibleToArray | Callable[[], ConvertibleToArray],
+    dtype: jax.typing.DTypeLike | None,
+    name: str,
+) -> jax.Array | np.ndarray:
     """Returns the value of a new variable, or the caller's NumPy array if no device needs to convert it: a variable in
     shards may be larger than the memory of one device.
     """
@@ -602,7 +619,7 @@ def _first_value(initial_value: Any, dtype: Any, name: str) -> jax.Array | np.nd
         return array if dtype is None else jnp.asarray(array, dtype=dtype)
 
 
-def as_array(value: Any, what: str, dtype: Any = None) -> Any:
+def as_array(value: ConvertibleToArray, what: str, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
     """Returns ``value`` as an array. Errors call it ``what``. The caller converts it to the variable's dtype.
 
     Raises:
@@ -613,8 +630,8 @@ def as_array(value: Any, what: str, dtype: Any = None) -> Any:
         value = value.as_array()
     if isinstance(value, jax.Array):
         return value
-    is_integer = isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "iu"
-    if is_integer and dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
+    is_inexact = dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+    if is_inexact and isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "iu":
         value = value.astype(dtype)  # the target dtype holds numbers that 32-bit integers do not
     try:
         array = narrowed_pytree(value, what)
@@ -629,12 +646,12 @@ def as_array(value: Any, what: str, dtype: Any = None) -> Any:
         ) from error
 
 
-def _aggregated(components: Any, op: ReduceOp | None) -> Any:
+def _aggregated(components: jax.Array, op: ReduceOp | None) -> jax.Array:
     """Returns the sum or mean of components [R, ...], or the first one if ``op`` is None."""
     if op is None:
         return components[0]
     total = jnp.sum(components, axis=0, dtype=components.dtype)
-    return total if op is ReduceOp.SUM else in_replica.mean_of_sum(total, components.shape[0])
+    return in_replica.from_sum(op, total, components.shape[0])
 
 
 def _broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:

@@ -12,7 +12,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, final
 
 from replicax._src.drawing.text import printable_lines
@@ -99,6 +99,10 @@ class Connection:
         finally:
             self._sending.release()
 
+    def send_messages(self, messages: Iterable[tuple[bytes, Sequence[Part]]], deadline: float) -> None:
+        """Sends messages, each given as head and body; see ``send``."""
+        self.send([(Kind.MESSAGE, head, body) for head, body in messages], deadline)
+
     def receive(self, deadline: float, room: Room = no_room) -> memoryview | None:
         """Waits for the next message.
 
@@ -152,9 +156,22 @@ class Connection:
         is_message = header.kind is Kind.MESSAGE and not header.body_bytes
         return is_message and self._end - self._start >= header.head_bytes
 
+    @property
+    def is_checked(self) -> bool:
+        """True if bodies have checksums."""
+        return self._is_checked
+
+    def has_bytes(self) -> bool:
+        """True if bytes of the peer are here that ``receive`` has not taken. Only the receiving thread may ask."""
+        return self._header is not None or self._start < self._end or self._stream.has_pending()
+
+    def fileno(self) -> int:
+        """Returns the descriptor, for ``Watch``; -1 once it is closed."""
+        return self._socket.fileno()
+
     def wait(self, timeout_s: float) -> bool:
         """Waits until the peer has sent data, or the connection has ended. Returns False if neither happens in time."""
-        if self._header is not None or self._start < self._end or self._stream.has_pending():
+        if self.has_bytes():
             return True
         poll = select.poll()
         try:

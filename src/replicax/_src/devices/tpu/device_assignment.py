@@ -9,9 +9,9 @@ from typing import Any, final
 
 import numpy as np
 
+from replicax._src.devices.tpu.positions import RANK, Topology
 from replicax._src.devices.tpu.rings import ring
-from replicax._src.devices.tpu.topology import RANK, Topology
-from replicax._src.errors import InvalidArgumentError
+from replicax._src.vocabulary.errors import InvalidArgumentError
 
 
 class DeviceOrderMode(enum.IntEnum):

@@ -1,1 +1,3 @@
-"""Datasets of other libraries, read as ``Elements``. Each file is for one library and does not import it."""
+"""One file for each kind of dataset: it describes a dataset, and opens it as ``Elements``. A file for another library
+does not import it.
+"""

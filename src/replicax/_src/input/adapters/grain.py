@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import jax
 import numpy as np
 
+from replicax._src.input.description import Description
+from replicax._src.input.element_specs import INFINITE, ArraySpec, Cardinality
 from replicax._src.input.elements import Elements
-from replicax._src.input.specs import INFINITE, ArraySpec, Cardinality
 
 
-def open_grain(dataset: Any) -> Elements | None:
-    """Opens a ``grain.MapDataset`` or ``grain.IterDataset``; returns None for any other value.
+def describe_grain(dataset: Any) -> Description | None:
+    """Describes a ``grain.MapDataset`` or ``grain.IterDataset``; returns None for any other value.
 
     A MapDataset is read in order, in the calling thread. Grain's own default, 16 threads, costs ten times as much for
     elements that are cheap to make. To read with threads, pass ``dataset.to_iter_dataset(grain.ReadOptions(...))``.
@@ -23,19 +24,31 @@ def open_grain(dataset: Any) -> Elements | None:
     grain = sys.modules.get("grain")
     if grain is None:
         return None
-    ordered, length, cardinality = dataset, None, None
     if isinstance(dataset, grain.MapDataset):
-        kind = "grain.MapDataset"
-        ordered = dataset.to_iter_dataset(grain.ReadOptions(num_threads=0))
-        length = None if len(dataset) == sys.maxsize else len(dataset)  # repeat() without a count
-        cardinality: Cardinality | None = INFINITE if length is None else length
-    elif isinstance(dataset, grain.IterDataset):
+        return Description("a grain.MapDataset", lambda: _of_map(dataset))
+    if isinstance(dataset, grain.IterDataset):
         kind = "grain.IterDataset"
-    else:
-        return None
+        return Description(f"a {kind}", lambda: _elements(dataset, kind, dataset.__iter__, None, None))
+    return None
+
+
+def _of_map(dataset: Any) -> Elements:
+    ordered = dataset.to_iter_dataset(sys.modules["grain"].ReadOptions(num_threads=0))
+    length = None if len(dataset) == sys.maxsize else len(dataset)  # repeat() without a count
+    cardinality = INFINITE if length is None else length
+    return _elements(dataset, "grain.MapDataset", ordered.__iter__, length, cardinality)
+
+
+def _elements(
+    dataset: Any,
+    kind: str,
+    start: Callable[[], Iterator[Any]],
+    length: int | None,
+    cardinality: Cardinality | None,
+) -> Elements:
     return Elements(
         f"a {kind}",
-        ordered.__iter__,
+        start,
         count=lambda: cardinality,
         is_count_promised=True,
         declared_spec=lambda: _declared_spec(dataset),

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from replicax._src.input.arrays import InconsistentRowsError, UnsupportedElementError
+from replicax._src.input.description import Description
 from replicax._src.input.elements import (
     Elements,
     NumberedIterator,
@@ -29,9 +30,9 @@ _SHUFFLED: Final = (
 )
 
 
-def open_hugging_face(dataset: Any) -> Elements | None:
-    """Opens a ``datasets.Dataset`` or ``datasets.IterableDataset`` batched with ``.batch(n)``; returns None for other
-    values.
+def describe_hugging_face(dataset: Any) -> Description | None:
+    """Describes a ``datasets.Dataset`` or ``datasets.IterableDataset`` batched with ``.batch(n)``; returns None for
+    other values.
 
     Columns are read as NumPy arrays, whatever the dataset's format. A ``with_transform`` is applied. A state that was
     loaded into an IterableDataset before is ignored; use ``set_state``.
@@ -48,15 +49,30 @@ def open_hugging_face(dataset: Any) -> Elements | None:
         return None
     datasets = sys.modules["datasets"]
     if isinstance(dataset, datasets.Dataset):
-        return _table(dataset)
+        return Description(_text_of_table(dataset), lambda: _table(dataset))
     if isinstance(dataset, datasets.IterableDataset):
-        return _stream(dataset)
+        return Description(
+            _text_of_stream(dataset),
+            lambda: _stream(dataset),
+            lambda part: _stream(
+                dataset.shard(num_shards=part.num_shards, index=part.index, contiguous=False)
+            ),
+            count_files=lambda: dataset.num_shards,
+        )
     if isinstance(dataset, datasets.DatasetDict | datasets.IterableDatasetDict):
         raise UnsupportedSourceError(
             f"Got a {type(dataset).__name__} with the splits {list(dataset)}, not a dataset. Pass one split: "
             f"dataset[{next(iter(dataset), 'train')!r}].batch(n)."
         )
     return None
+
+
+def _text_of_table(dataset: Any) -> str:
+    return f"a Hugging Face Dataset of {_count(len(dataset), 'element')}"
+
+
+def _text_of_stream(dataset: Any) -> str:
+    return f"a Hugging Face IterableDataset of {_count(dataset.num_shards, 'shard')}"
 
 
 def _table(dataset: Any) -> Elements:
@@ -67,7 +83,7 @@ def _table(dataset: Any) -> Elements:
     if not has_transform:
         columns, others_too = dataset.format["columns"], dataset.format["output_all_columns"]
         view = dataset.with_format("numpy", columns=columns, output_all_columns=others_too)
-    description = f"a Hugging Face Dataset of {_count(num_elements, 'element')}"
+    description = _text_of_table(dataset)
     new_check = _checks_of(description)
 
     def start() -> NumberedIterator:
@@ -78,7 +94,7 @@ def _table(dataset: Any) -> Elements:
         description,
         start,
         count=lambda: num_elements,
-        look=lambda: (_as_arrays(view[index]) for index in range(min(num_elements, 1))),
+        peek=lambda: (_as_arrays(view[index]) for index in range(min(num_elements, 1))),
         fingerprint=lambda: {"length": num_elements},
         are_arrays=True,
         is_immutable=not has_transform,
@@ -89,21 +105,15 @@ def _stream(dataset: Any) -> Elements:
     """Returns the elements of a ``datasets.IterableDataset``. Its shards, which often are files, can be distributed
     over workers.
     """
-    description = f"a Hugging Face IterableDataset of {_count(dataset.num_shards, 'shard')}"
+    description = _text_of_stream(dataset)
     new_check = _checks_of(description)
-
-    def of_files(num_shards: int, index: int) -> Elements:
-        return _stream(dataset.shard(num_shards=num_shards, index=index, contiguous=False))
-
     return Elements(
         description,
         lambda: _StreamIterator(_view(dataset), new_check),
-        look=lambda: map(_as_arrays, _view(dataset)),
+        peek=lambda: map(_as_arrays, _view(dataset)),
         fingerprint=lambda: _fingerprint(dataset),
         not_resumable=_SHUFFLED if _has_shuffle_buffer(dataset) else None,
         are_arrays=True,
-        count_files=lambda: dataset.num_shards,
-        of_files=of_files,
     )
 
 

@@ -10,14 +10,15 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, final
 
+from replicax._src.input.description import Description
+from replicax._src.input.element_specs import INFINITE, Cardinality
 from replicax._src.input.elements import Elements, Pass
-from replicax._src.input.specs import INFINITE, Cardinality
 
 log = logging.getLogger("replicax")
 
 
-def open_keras(dataset: Any) -> Elements | None:
-    """Opens a ``keras.utils.PyDataset``; returns None for any other value.
+def describe_keras(dataset: Any) -> Description | None:
+    """Describes a ``keras.utils.PyDataset``; returns None for any other value.
 
     With ``workers > 1`` that many threads prefetch at most ``max_queue_size`` batches, in order. It never starts
     processes, because they would have to be forked from a process in which JAX has threads. With
@@ -39,11 +40,16 @@ def open_keras(dataset: Any) -> Elements | None:
         )
     threads = _num_threads(dataset)
     read = f" (read by {threads} threads)" if threads else ""
+    text = f"the PyDataset {type(dataset).__name__}{read}"
+    return Description(text, lambda: _elements(dataset, text))
+
+
+def _elements(dataset: Any, text: str) -> Elements:
     return Elements(
-        f"the PyDataset {type(dataset).__name__}{read}",
+        text,
         lambda: _Epoch(dataset),
         count=lambda: _count(dataset),
-        look=lambda: (
+        peek=lambda: (
             _batch(dataset, number) for number in range(bool(_count(dataset)))
         ),  # outside of any epoch
         fingerprint=lambda: {"length": None if _count(dataset) == INFINITE else _count(dataset)},

@@ -4,9 +4,7 @@ workers.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
-from collections.abc import Callable
 from typing import Any, Final
 
 import jax
@@ -14,20 +12,22 @@ import numpy as np
 
 from replicax._src.devices.autoshard import AutoShardPolicy
 from replicax._src.input.arrays import UnsupportedElementError
+from replicax._src.input.description import DatasetPart, Description
+from replicax._src.input.element_specs import INFINITE, ArraySpec, Cardinality
 from replicax._src.input.elements import Elements
-from replicax._src.input.specs import INFINITE, ArraySpec, Cardinality
 
 _NOT_RESUMABLE: Final = (
     "The position of a tf.data.Dataset cannot be saved or restored here: its iterators can be saved in TensorFlow "
     "checkpoints only. Save the number of steps and pass dataset.skip(num_steps), if the dataset yields the same "
     "every time; or use rx.data.from_tfrecords(...), rx.data.from_arrays(...) or a grain dataset."
 )
+_TEXT: Final = "a tf.data.Dataset"
 _MAX_FILES_COUNTED: Final = 1_000  # for a list of files that repeats without end or is filtered
 _IGNORE: Final = 1  # tf.data's ExternalStatePolicy: no warning that a graph lacks random states
 
 
-def open_tensorflow(dataset: Any) -> Elements | None:
-    """Opens a ``tf.data.Dataset``; returns None for any other value.
+def describe_tensorflow(dataset: Any) -> Description | None:
+    """Describes a ``tf.data.Dataset``; returns None for any other value.
 
     Its elements are not copied; they stay in TensorFlow's read-only memory. A generator or ``tf.numpy_function`` must
     not reuse an array that it has returned, because TensorFlow prefetches elements.
@@ -41,18 +41,28 @@ def open_tensorflow(dataset: Any) -> Elements | None:
         return None
     _check_dense(dataset.element_spec)
     policy = AutoShardPolicy.parse(dataset.options().experimental_distribute.auto_shard_policy.name)
-    return dataclasses.replace(
-        _elements(dataset, _cardinality(dataset)),
+    # Only the policy HINT needs to know if there are hints, because the check creates an iterator, which uses up one
+    # order of a shuffle. With other policies TensorFlow itself rejects a SHARD_HINT when the dataset is iterated.
+    return Description(
+        _TEXT,
+        lambda: _elements(dataset, _cardinality(dataset)),
+        lambda part: _part(dataset, policy, part),
         policy=policy,
+        has_hint=policy is not AutoShardPolicy.HINT or _has_hint(dataset),
         count_files=lambda: _count_files(dataset),
-        of_files=_shards(dataset, "FILE"),
-        of_hint=_of_hint(dataset, policy),
     )
+
+
+def _part(dataset: Any, own_policy: AutoShardPolicy, part: DatasetPart) -> Elements:
+    if part.by is AutoShardPolicy.HINT and part.num_shards == 1 and own_policy is not AutoShardPolicy.HINT:
+        return _elements(dataset, _cardinality(dataset))
+    # A shard ignores the declared cardinality (assert_cardinality), which may be wrong for it.
+    return _elements(_auto_shard(dataset, part.num_shards, part.index, part.by.name), None)
 
 
 def _elements(dataset: Any, cardinality: Cardinality | None) -> Elements:
     return Elements(
-        "a tf.data.Dataset",
+        _TEXT,
         dataset.as_numpy_iterator,
         count=lambda: cardinality,
         is_count_promised=True,
@@ -122,33 +132,6 @@ def _specs(element_spec: Any) -> Any:
 
 
 # --- shards -------------------------------------------------------------------------------------------
-
-
-def _shards(dataset: Any, policy: str) -> Callable[[int, int], Elements]:
-    def of_shard(num_shards: int, index: int) -> Elements:
-        shard = _auto_shard(dataset, num_shards, index, policy)
-        # A shard ignores the declared cardinality (assert_cardinality), which may be wrong for it.
-        return _elements(shard, None)
-
-    return of_shard
-
-
-def _of_hint(dataset: Any, own_policy: AutoShardPolicy) -> Callable[[int, int], Elements] | None:
-    """Returns a function that replaces the SHARD_HINTs of a dataset.
-
-    Only the policy HINT needs to know whether there are any. This creates an iterator, which uses up one order of a
-    shuffle. With other policies TensorFlow itself rejects a SHARD_HINT when the dataset is iterated.
-    """
-    shards = _shards(dataset, "HINT")
-    if own_policy is AutoShardPolicy.HINT:
-        return shards if _has_hint(dataset) else None
-
-    def of_hint(num_shards: int, index: int) -> Elements:
-        if num_shards == 1:
-            return _elements(dataset, _cardinality(dataset))
-        return shards(num_shards, index)
-
-    return of_hint
 
 
 def _auto_shard(dataset: Any, num_shards: int, index: int, policy: str) -> Any:

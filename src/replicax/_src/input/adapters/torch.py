@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax._src.input.arrays import UnsupportedElementError
+from replicax._src.input.description import Description
+from replicax._src.input.element_specs import Cardinality, spec_of
 from replicax._src.input.elements import (
     Elements,
     NotResumableError,
@@ -24,7 +26,6 @@ from replicax._src.input.elements import (
     UnsupportedSourceError,
     as_arrays,
 )
-from replicax._src.input.specs import Cardinality, spec_of
 
 _NOT_RESUMABLE: Final = (
     "The position of a torch DataLoader cannot be saved or restored. Use torchdata.stateful_dataloader."
@@ -32,8 +33,8 @@ _NOT_RESUMABLE: Final = (
 )
 
 
-def open_torch(dataset: Any) -> Elements | None:
-    """Opens a ``torch.utils.data.DataLoader``; returns None for any other value.
+def describe_torch(dataset: Any) -> Description | None:
+    """Describes a ``torch.utils.data.DataLoader``; returns None for any other value.
 
     Its elements are the pytrees that ``collate_fn`` makes, with tensors as NumPy arrays. Tensors on other devices are
     copied to the host. ``batch_size`` is the global batch size.
@@ -47,7 +48,8 @@ def open_torch(dataset: Any) -> Elements | None:
     if isinstance(dataset, data.DataLoader):
         torchdata = sys.modules.get("torchdata.stateful_dataloader")
         is_stateful = torchdata is not None and isinstance(dataset, torchdata.StatefulDataLoader)
-        return _Loader(dataset, is_stateful=is_stateful).elements()
+        loader = _Loader(dataset, is_stateful=is_stateful)
+        return Description(loader.text, loader.elements)
     if isinstance(dataset, data.Dataset):
         raise UnsupportedSourceError(
             f"Got the torch Dataset {type(dataset).__name__}, whose elements are rows. Wrap it: "
@@ -69,19 +71,25 @@ class _Loader:
         self._spec: Any = None
         self._newest: weakref.ref[_LoaderIterator] | None = None
 
-    def elements(self) -> Elements:
-        """Returns the elements of the loader."""
+    @property
+    def text(self) -> str:
+        """The display text of the loader."""
         loader = self._loader
         kind = type(loader).__name__
         size = "no batch_size" if loader.batch_size is None else f"batch_size {loader.batch_size}"
         workers = f"{loader.num_workers} worker" + "s" * (loader.num_workers != 1)
+        return f"a torch {kind} ({size}, {workers})"
+
+    def elements(self) -> Elements:
+        """Returns the elements of the loader."""
+        loader = self._loader
         return Elements(
-            f"a torch {kind} ({size}, {workers})",
+            self.text,
             self._start,
             count=self._count,
             is_count_promised=True,
             declared_spec=lambda: self._spec,  # reading the first element again would restart the workers
-            look=self._look,
+            peek=self._look,
             fingerprint=lambda: _fingerprint(loader, self._count()),
             not_resumable=None if self._is_stateful else _NOT_RESUMABLE,
         )

@@ -7,10 +7,10 @@ from typing import Any, final
 
 import numpy as np
 
-from replicax._src.errors import ReplicaxError
 from replicax._src.input.chunks import ArrayRows, Chunk, read_pieces
+from replicax._src.input.element_specs import ArraySpec
 from replicax._src.input.files.formats import FileReader, load
-from replicax._src.input.specs import ArraySpec
+from replicax._src.vocabulary.errors import ReplicaxError
 
 Specs = dict[str, ArraySpec]
 """What the rows of each column look like."""

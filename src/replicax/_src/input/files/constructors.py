@@ -8,10 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from replicax._src.dtypes import as_dtype
-from replicax._src.errors import InvalidArgumentError
 from replicax._src.input.files.csv import CsvOptions
-from replicax._src.input.files.dataset import FileDataset, file_dataset
+from replicax._src.input.files.file_dataset import FileDataset, file_dataset
 from replicax._src.input.files.formats import FileFormat, load
 from replicax._src.input.files.parquet import ParquetOptions
 from replicax._src.input.files.paths import Files, resolve_files
@@ -22,6 +20,8 @@ from replicax._src.input.files.records import (
     open_text_lines,
     open_tfrecords,
 )
+from replicax._src.values.dtypes import as_dtype
+from replicax._src.vocabulary.errors import InvalidArgumentError
 
 
 def from_tfrecords(files: Files) -> FileDataset:

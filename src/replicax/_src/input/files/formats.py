@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-from replicax._src.errors import ReplicaxError
-from replicax._src.extras import missing_extra
 from replicax._src.input.chunks import Chunk
+from replicax._src.packaging.extras import missing_extra
+from replicax._src.vocabulary.errors import ReplicaxError
 
 
 class UnreadableFileError(ReplicaxError, OSError):

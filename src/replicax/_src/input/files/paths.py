@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from replicax._src.errors import InvalidArgumentError, ReplicaxError
+from replicax._src.vocabulary.errors import InvalidArgumentError, ReplicaxError
 
 Files = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 """What is given as files: a path, a pattern such as ``"data/*.parquet"``, or several of them."""

@@ -19,7 +19,7 @@ from typing import Any, final
 from replicax._src.input.chunks import Chunk, join, read_pieces
 from replicax._src.input.elements import NotResumableError
 from replicax._src.input.pipeline import ChunkCursor, RowSource, with_seeds
-from replicax._src.input.steps import (
+from replicax._src.input.stream_operations import (
     Batch,
     Cursor,
     Filter,
@@ -27,9 +27,9 @@ from replicax._src.input.steps import (
     Opener,
     Path,
     Repeat,
+    RowOperation,
     Shuffle,
-    Step,
-    told_of,
+    description_of,
 )
 
 Share = tuple[int, int]
@@ -42,25 +42,25 @@ class Stages:
     """The steps of a dataset over files, in the order in which a ``ShareCursor`` applies them.
 
     Attributes:
-      of_rows: The steps within one repetition.
+      row_steps: The steps within one repetition.
       repeat: The step that repeats them.
       batch: The batches, and whether each repetition ends with its own last batch (``is_cut``).
-      of_batches: The steps after ``batch``.
-      undivided: The step because of which a repetition cannot be divided again. All steps are then in ``of_rows``.
+      batch_steps: The steps after ``batch``.
+      undivided: The step because of which a repetition cannot be divided again. All steps are then in ``row_steps``.
     """
 
-    of_rows: tuple[Step, ...]
+    row_steps: tuple[RowOperation, ...]
     repeat: Repeat | None = None
     batch: Batch | None = None
     is_cut: bool = False
-    of_batches: tuple[Step, ...] = ()
-    undivided: Step | None = None
+    batch_steps: tuple[RowOperation, ...] = ()
+    undivided: RowOperation | None = None
 
     @classmethod
-    def of(cls, steps: Sequence[Step]) -> Stages:
+    def of(cls, steps: Sequence[RowOperation]) -> Stages:
         """Sorts the steps of a dataset."""
-        of_rows: list[Step] = []
-        of_batches: list[Step] = []
+        row_steps: list[RowOperation] = []
+        batch_steps: list[RowOperation] = []
         repeat = batch = None
         is_cut = False
         for step in steps:
@@ -71,17 +71,17 @@ class Stages:
             elif isinstance(step, Map) or (
                 batch is None and (isinstance(step, Filter) or (isinstance(step, Shuffle) and repeat is None))
             ):
-                (of_rows if batch is None else of_batches).append(step)
+                (row_steps if batch is None else batch_steps).append(step)
             else:
                 return cls(tuple(steps), undivided=step)
-        return cls(tuple(of_rows), repeat, batch, is_cut, tuple(of_batches))
+        return cls(tuple(row_steps), repeat, batch, is_cut, tuple(batch_steps))
 
 
-def open_share(source: RowSource, share: Share, steps: Sequence[Step], path: Path) -> Cursor:
+def open_share(source: RowSource, share: Share, steps: Sequence[RowOperation], path: Path) -> Cursor:
     """Opens what one worker reads of a source of files."""
     stages = Stages.of(steps)
     opener: Opener = lambda path: ShareCursor(source, share, stages, path)  # noqa: E731
-    for step in (*([stages.batch] if stages.batch else []), *stages.of_batches):
+    for step in (*([stages.batch] if stages.batch else []), *stages.batch_steps):
         opener = functools.partial(step.open, opener)
     return opener(path)
 
@@ -135,19 +135,19 @@ class ShareCursor(Cursor):
         return None
 
     def _opened(self, part: dict[str, Any]) -> Cursor:
-        steps = self._stages.of_rows
+        steps = self._stages.row_steps
         if "seeds" in part:
             steps = with_seeds(steps, part["seeds"])
         if "batch" in part:
-            share, stages = tuple(part["batch"]["share"]), dataclasses.replace(self._stages, of_rows=steps)
+            share, stages = tuple(part["batch"]["share"]), dataclasses.replace(self._stages, row_steps=steps)
             before = ShareCursor(self._source, share, stages, self._path)
             before.set_state(part["batch"])
             start, stop = part["rows"]
             cursor: Cursor = ChunkCursor(before.read(stop)[start:])
         else:
-            assert self._source.of_files is not None
+            assert self._source.with_files is not None
             files = tuple(self._source.files[number] for number in part.get("files", self._own))
-            source = self._source.of_files(files)
+            source = self._source.with_files(files)
             opener: Opener = lambda path: source.open()  # noqa: E731 because every pass has the same order
             for step in steps:
                 opener = functools.partial(step.open, opener)
@@ -185,7 +185,7 @@ class ShareCursor(Cursor):
         """Divides what the workers of a saved run have not read; each new worker computes the same."""
         if self._stages.undivided is not None:
             raise NotResumableError(
-                f"{told_of(self._stages.undivided)} stands where the position of one worker cannot be divided: with "
+                f"{description_of(self._stages.undivided)} stands where the position of one worker cannot be divided: with "
                 f"files on each worker it resumes on {len(workers)} worker(s) only. Any number resumes with map, filter "
                 "and shuffle before batch, map after it, and one repeat after shuffle; or with AutoShardPolicy.DATA."
             )

@@ -14,10 +14,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from replicax._src import jax_compat
+from replicax._src.jax_internals import jax_compat
 from replicax._src.tracing.markers import NUM_SCALARS, accumulated
 from replicax._src.tracing.primitives import ELEMENTWISE
-from replicax._src.tracing.row_partitioner.layout import Layout, Rows, RowSplit, Shared
+from replicax._src.tracing.row_partitioner.row_layouts import Layout, Rows, RowSplit, Shared
 
 Evaluate = Callable[[Sequence[Any]], list[Any]]
 WHOLE, SUM = Shared.WHOLE, Shared.SUM
@@ -48,7 +48,7 @@ class Incomplete(Exception):
 
 
 @dataclass(frozen=True)
-class Applied:
+class AppliedOperation:
     """One operation on a replica.
 
     Attributes:
@@ -60,10 +60,10 @@ class Applied:
     evaluate: Evaluate
 
 
-Rule = Callable[[Any, Sequence[Layout], RowSplit], Applied]
+Rule = Callable[[Any, Sequence[Layout], RowSplit], AppliedOperation]
 
 
-def apply(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
+def apply(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> AppliedOperation:
     """Returns the operation of an equation for operands with these layouts.
 
     Raises:
@@ -93,9 +93,9 @@ def _bound(
     layouts: Sequence[Layout],
     prepare: Callable[[list[Any]], list[Any]] = list,
     **params: Any,
-) -> Applied:
+) -> AppliedOperation:
     changed = {**eqn.params, **params}
-    return Applied(layouts, lambda args: jax_compat.bind_equation(eqn, prepare(list(args)), changed))
+    return AppliedOperation(layouts, lambda args: jax_compat.bind_equation(eqn, prepare(list(args)), changed))
 
 
 def _shape(atom: Any) -> tuple[int, ...]:
@@ -143,13 +143,13 @@ def _is_linear_type(atom: Any) -> bool:
 # --- operation by operation ---------------------------------------------------------------------------
 
 
-def _whole_only(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
+def _whole_only(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> AppliedOperation:
     del split
     _complete(layouts)
     raise refused(eqn, "takes rows of the batch, in a way that is not known to keep them apart")
 
 
-def _elementwise(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
+def _elementwise(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> AppliedOperation:
     if not _rows_of(layouts):
         return _of_parts(eqn, layouts)
     rows = _only_rows(eqn, layouts)
@@ -166,18 +166,18 @@ def _elementwise(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applie
     return _bound(eqn, [rows] * len(eqn.outvars), prepare)
 
 
-def _bitcast(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
+def _bitcast(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> AppliedOperation:
     if _shape(eqn.invars[0]) != _shape(eqn.outvars[0]):
         raise refused(eqn, "cuts numbers into pieces, or joins them")
     return _elementwise(eqn, layouts, split)
 
 
-def _each_by_itself(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
+def _each_by_itself(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> AppliedOperation:
     del split
     return _bound(eqn, layouts)
 
 
-def _of_parts(eqn: Any, layouts: Sequence[Layout]) -> Applied:
+def _of_parts(eqn: Any, layouts: Sequence[Layout]) -> AppliedOperation:
     """Applies an operation to replicated operands or parts of sums. Only linear operations may come before the sum."""
     name = eqn.primitive.name
     parts = [i for i, layout in enumerate(layouts) if layout is not WHOLE]
@@ -228,7 +228,7 @@ def _movement(where: Callable[[Any, Rows, RowSplit], tuple[Rows, dict[str, Any]]
     parameters.
     """
 
-    def rule(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
+    def rule(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> AppliedOperation:
         is_larger = (
             eqn.outvars[0].aval.size > eqn.invars[0].aval.size
         )  # summing the smaller operand is cheaper
@@ -323,7 +323,7 @@ def _along(name: str) -> Callable[[Any, Rows, RowSplit], tuple[Rows, dict[str, A
     return where
 
 
-def _windows(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
+def _windows(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> AppliedOperation:
     """Applies pooling or its gradient if each window is within one row."""
     rows = _only_rows(eqn, layouts)
     params = eqn.params
@@ -340,7 +340,7 @@ def _windows(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
 def _same_rows(along: Callable[[Any, Rows, RowSplit], tuple[Rows, dict[str, Any]]]) -> Rule:
     """Returns a rule for operands with the same rows or replicated. ``along`` raises if rows would be mixed."""
 
-    def rule(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
+    def rule(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> AppliedOperation:
         if not _rows_of(layouts):
             return _of_parts(eqn, layouts)
         along(eqn, _only_rows(eqn, layouts), split)
@@ -349,7 +349,7 @@ def _same_rows(along: Callable[[Any, Rows, RowSplit], tuple[Rows, dict[str, Any]
     return rule
 
 
-def _stack(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
+def _stack(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> AppliedOperation:
     if not _rows_of(layouts):
         return _of_parts(eqn, layouts)
     rows = _only_rows(eqn, layouts)
@@ -360,7 +360,7 @@ def _stack(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
     return _bound(eqn, [_moved(rows, rows.dim + (eqn.params["axis"] <= rows.dim))], prepare)
 
 
-def _dynamic_update_slice(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
+def _dynamic_update_slice(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> AppliedOperation:
     _complete(layouts)
     rows = _only_rows(eqn, layouts[:2])
     _full(eqn, split, _shape(eqn.invars[1])[rows.dim], rows)
@@ -368,7 +368,7 @@ def _dynamic_update_slice(eqn: Any, layouts: Sequence[Layout], split: RowSplit) 
 
 
 def _reduction(kind: Shared, neutral: Callable[[Any], Any], *, is_logical: bool = False) -> Rule:
-    def rule(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
+    def rule(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> AppliedOperation:
         if is_logical and not jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.bool_):
             return _reduction_of_others(eqn, layouts, split)  # bit by bit
         rows, axes = layouts[0], eqn.params["axes"]
@@ -384,7 +384,7 @@ def _reduction(kind: Shared, neutral: Callable[[Any], Any], *, is_logical: bool 
     return rule
 
 
-def _reduction_of_others(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
+def _reduction_of_others(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> AppliedOperation:
     """Applies a reduction that is supported within rows only."""
     del split
     _complete(layouts)
@@ -410,7 +410,7 @@ def _smallest(dtype: Any) -> Any:
     return jnp.iinfo(dtype).min if jnp.issubdtype(dtype, jnp.integer) else -_largest(dtype)
 
 
-def _dot_general(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
+def _dot_general(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> AppliedOperation:
     _complete(layouts)
     (contracted, batch) = eqn.params["dimension_numbers"]
     found = _rows_of(layouts)
@@ -446,7 +446,7 @@ def _partner(dim: int, contracted: Any, batch: Any, side: int) -> int | None:
     return None
 
 
-def _convolution(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
+def _convolution(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> AppliedOperation:
     _complete(layouts)
     params, found = eqn.params, _rows_of(layouts)
     lhs, rhs, out = params["dimension_numbers"]
@@ -466,7 +466,7 @@ def _convolution(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applie
     return _bound(eqn, [SUM], prepare)
 
 
-def _gather(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
+def _gather(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> AppliedOperation:
     _complete(layouts)
     numbers, found = eqn.params["dimension_numbers"], _rows_of(layouts)
     of_operand, of_indices = found.get(0), found.get(1)
@@ -499,7 +499,7 @@ def _not_within_an_index(eqn: Any, of_indices: Rows) -> None:
         raise _mixed(eqn)
 
 
-def _gather_within_rows(eqn: Any, rows: Rows, split: RowSplit) -> Applied:
+def _gather_within_rows(eqn: Any, rows: Rows, split: RowSplit) -> AppliedOperation:
     """Applies a gather of the same entries from every row."""
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     if rows.dim in (*numbers.collapsed_slice_dims, *numbers.start_index_map):
@@ -511,7 +511,7 @@ def _gather_within_rows(eqn: Any, rows: Rows, split: RowSplit) -> Applied:
     return _bound(eqn, [moved], slice_sizes=split.local_shape(sizes, rows))
 
 
-def _scatter_add(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
+def _scatter_add(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> AppliedOperation:
     _complete(layouts, [1, 2])
     numbers, found = eqn.params["dimension_numbers"], _rows_of(layouts)
     rank = len(_shape(eqn.invars[2]))
@@ -546,7 +546,7 @@ def _scatter_add(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applie
     return _bound(eqn, [kind], prepare, **promises)
 
 
-def _scatter_add_within_rows(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
+def _scatter_add_within_rows(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> AppliedOperation:
     """Applies a scatter-add to the same entries of every row."""
     numbers, found = eqn.params["dimension_numbers"], _rows_of(layouts)
     gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
@@ -573,7 +573,7 @@ def _scatter_add_within_rows(eqn: Any, layouts: Sequence[Layout], split: RowSpli
     return _bound(eqn, [of_operand], prepare)
 
 
-def _accumulate(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
+def _accumulate(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> AppliedOperation:
     if _rows_of(layouts):
         raise _mixed(eqn)
     numbers = range(len(layouts))
@@ -584,7 +584,7 @@ def _accumulate(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied
         return accumulated(*args[:NUM_SCALARS], *parts, total=eqn.params["total"])
 
     half = len(eqn.outvars) // 2
-    return Applied([SUM] * half + [WHOLE] * half, evaluate)
+    return AppliedOperation([SUM] * half + [WHOLE] * half, evaluate)
 
 
 _LINEAR = frozenset("add add_any sub neg copy real imag concatenate stack name stop_gradient".split())  # noqa: SIM905

@@ -1,0 +1,474 @@
+"""``Session``: the arrays of a coordinator on the parameter servers, and its session with the tasks."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+
+from replicax._ps.client.groups import Groups
+from replicax._ps.client.server_clients import ServerClients
+from replicax._ps.client.server_contents import NewShard, ServerContents
+from replicax._ps.client.shared_arrays import SharedArrays, copy_key
+from replicax._ps.client.tasks import Tasks
+from replicax._ps.placement.server_arrays import Balance, ServerArray
+from replicax._ps.programs.programs import Shard, UpdateProgram
+from replicax._ps.store.group_rules import View
+from replicax._ps.transport.transport import TaskClient
+from replicax._src.program_kit.errors import DeviceError, UnsupportedError
+
+log = logging.getLogger("replicax")
+
+
+def warn_of_unused_devices(worker: str, num_devices: int, num_used: int) -> None:
+    """Warns that a worker has more devices than ``devices_per_worker``, and says how to use all of them."""
+    log.warning(
+        "%s has %d devices, and %d of them %s used. To use all of them write "
+        "ParameterServerStrategy(devices_per_worker=%d), or start the job with `replicax launch "
+        "--devices-per-worker %d`.",
+        worker,
+        num_devices,
+        num_used,
+        "is" if num_used == 1 else "are",
+        num_devices,
+        num_devices,
+    )
+
+
+_BY_PROGRAM_BYTES = 16 << 20
+"""The size from which a shard is initialized on its server, if its initializer allows, so that this process never has
+it.
+"""
+
+
+@final
+class Session:
+    """The arrays of one coordinator (or program) on the parameter servers.
+
+    Args:
+      servers: The clients of the servers.
+      platforms: The servers' platforms, for which their programs are compiled.
+      tasks: The cluster; None if the servers are stores of this process.
+      snapshot_intervals_s: The interval of each parameter server, in order; None for one that takes no snapshots.
+      shared: The arrays of programs that share the servers; None if this program does not share them.
+      groups: The primaries of all groups, with ``replication=2``; None without.
+
+    Attributes:
+      client: A random id of this program, which numbers its closures.
+      epoch: A counter of the known changes of variables. Values that workers have read in an earlier epoch are old.
+      platforms, worker_platforms: The platforms of the servers, and of the workers that have connected.
+      num_made: The number of keys given to arrays, which grows when arrays are created.
+      devices_per_worker: The number of devices of each worker that are used.
+      layout: A counter of moves and copies of shards, which functions that were traced earlier may not know of.
+      before_close: A function that is called before the session ends.
+    """
+
+    def __init__(
+        self,
+        servers: ServerClients,
+        platforms: Sequence[str] = ("cpu",),
+        tasks: Tasks | None = None,
+        snapshot_intervals_s: Sequence[float | None] = (),
+        shared: SharedArrays | None = None,
+        groups: Groups | None = None,
+    ):
+        self.servers, self._contents = servers, ServerContents(servers)
+        self.groups = groups
+        if groups is not None:
+            servers.use_primaries(groups.views)
+        self.client = uuid.uuid4().hex
+        self._shared = shared
+        self.snapshot_intervals_s = tuple(snapshot_intervals_s) or (None,) * len(servers)
+        for ps, interval_s in enumerate(self.snapshot_intervals_s):
+            servers[ps].returns |= interval_s is not None
+        self._tasks = tasks
+        self.epoch = self.layout = 0
+        self.devices_per_worker = 1
+        self.worker_platforms: tuple[str, ...] = ()
+        self.before_close: Callable[[], None] = lambda: None
+        self.platforms = tuple(platforms)
+        self._lock = threading.RLock()  # held while arrays are created, which waits for servers
+        self._state_lock = threading.Lock()  # never held during a wait
+        self._balance = Balance(len(servers))
+        self._unmade: list[weakref.ref[ServerArray]] = []
+        self._made: weakref.WeakKeyDictionary[ServerArray, weakref.finalize | None] = (
+            weakref.WeakKeyDictionary()
+        )
+        self.num_made = 0
+        self._dropped: deque[_Dropped] = deque()
+        self._num_uses: Counter[tuple[int, str]] = Counter()  # uses of programs, by server and digest
+        self._has_warned = False
+
+    @property
+    def num_ps(self) -> int:
+        return len(self.servers)
+
+    @property
+    def incarnation(self) -> Any:
+        return self.servers.incarnation
+
+    @property
+    def num_workers(self) -> int:
+        return 0 if self._tasks is None else len(self._tasks.addresses("worker"))
+
+    @property
+    def ps_addresses(self) -> Sequence[str]:
+        return () if self._tasks is None else self._tasks.addresses("ps")
+
+    def connect(self, job: str, index: int) -> TaskClient:
+        """Returns a new client of a task. Does not wait for it."""
+        assert self._tasks is not None
+        return self._tasks.connect(job, index)
+
+    def close(self) -> None:
+        """Ends the session with the tasks, which drop its data."""
+        self.before_close()
+        self.servers.close()
+        if self._tasks is not None:
+            self._tasks.close()
+
+    def meet_worker(self, name: str, told: Mapping[str, Any]) -> None:
+        """Records a worker's description of itself. Programs are then made for its platform, too.
+
+        Raises:
+          DeviceError: It has fewer devices than ``devices_per_worker``.
+        """
+        wanted, have = self.devices_per_worker, int(told["num_devices"])
+        if have < wanted:
+            raise DeviceError(
+                f"{name} has {have} device(s), but workers run {wanted} replicas each (devices_per_worker). "
+                f"Start it with as many as the others (replicax server --devices {wanted}, for virtual ones), "
+                "or use a number that all workers have."
+            )
+        if have > wanted and not self._has_warned:
+            self._has_warned = True  # the other workers are usually like this one
+            warn_of_unused_devices(name, have, wanted)
+        with self._state_lock:
+            self.worker_platforms = tuple(sorted({*self.worker_platforms, str(told["platform"])}))
+
+    def use_primaries(self) -> None:
+        """Connects to the current primaries of ``groups``."""
+        assert self.groups is not None
+        self.servers.use_primaries(self.groups.views)
+        self.renew()
+
+    def compare_copies(self) -> list[int]:
+        """Compares the two copies of all shards. Returns the parameter servers where they differ."""
+        return self._contents.compare_copies()
+
+    def send_view(self, task: int, view: View, timeout_s: float) -> None:
+        """Tells a parameter server which servers hold a group; see ``Tasks.send_view``."""
+        assert self._tasks is not None
+        self._tasks.send_view(task, view, timeout_s)
+
+    @property
+    def bytes_on(self) -> list[int]:
+        """The number of bytes of this program's arrays on each parameter server."""
+        return list(self._balance.bytes_on)
+
+    # --- creating -------------------------------------------------------------------------------------
+
+    def add(self, array: ServerArray) -> ServerArray:
+        """Registers an array to be created. Arrays created together are placed in the order of registration."""
+        with self._lock:
+            if self._shared is not None:
+                self._shared.name(array)
+            self._unmade.append(weakref.ref(array))
+        return array
+
+    def make(self, arrays: Sequence[ServerArray]) -> None:
+        """Creates arrays on the servers, with all registered ones that have no array to stand beside."""
+        with self._lock:
+            self._drop_waiting()
+            missing = {id(array) for array in arrays if not array.is_made}
+            if not missing:
+                return
+            if self._shared is not None and not self._shared.is_chief:
+                self._make_shared([array for array in arrays if id(array) in missing], self._shared)
+                return
+            waiting = [array for ref in self._unmade if (array := ref()) is not None and not array.is_made]
+            last = max((n for n, array in enumerate(waiting) if id(array) in missing), default=-1)
+            chosen = [
+                a
+                for n, a in enumerate(waiting)
+                if id(a) in missing or (n < last and a.colocated_with is None)
+            ]
+            if self._shared is not None:
+                self._make_shared(chosen, self._shared)
+                return
+            made: list[ServerArray] = []
+            try:
+                for array in _with_those_beside(chosen):
+                    self._place(array)
+                    made.append(array)
+                self._create(made)
+            except BaseException:
+                for array in made:  # the next use of the arrays tries again
+                    self._forget_shards(array)
+                raise
+            self._forget_made()
+
+    def _make_shared(self, arrays: Sequence[ServerArray], shared: SharedArrays) -> None:
+        """Creates or finds arrays that other programs use, too. They stay on the servers when this program drops
+        them.
+        """
+        wanted = _with_those_beside(arrays)
+        absent = shared.place(wanted, self._balance)
+        try:
+            self._create_shards(absent)
+        except BaseException:
+            for array, _ in absent:
+                array.shards = ()
+            raise
+        for array in wanted:
+            array.initial = None
+            self._set_made(array, None)
+        self._forget_made()
+
+    def _set_made(self, array: ServerArray, dropping: weakref.finalize | None) -> None:
+        with self._state_lock:
+            self._made[array] = dropping
+
+    def _all_made(self) -> list[ServerArray]:
+        with self._state_lock:
+            return list(self._made)
+
+    def _forget_shards(self, array: ServerArray) -> None:
+        for shard in array.shards:
+            self._balance.remove(shard.ps, array.bytes_of(shard))
+        array.shards = ()
+
+    def _forget_made(self) -> None:
+        self._unmade = [ref for ref in self._unmade if (a := ref()) is not None and not a.is_made]
+
+    def _place(self, array: ServerArray) -> None:
+        array.key = f"{self.num_made}:{array.name}"
+        self.num_made += 1
+        if array.colocated_with is not None:
+            array.place_with(array.colocated_with, self._balance)
+        else:
+            array.place(self._balance)
+
+    def _create(self, arrays: Sequence[ServerArray]) -> None:
+        self._create_shards([(array, shard) for array in arrays for shard in array.shards])
+        for array in arrays:
+            array.initial = None
+            sized = [(shard, array.bytes_of(shard)) for shard in array.shards]
+            dropping = weakref.finalize(array, _drop, self._dropped, sized, array.copies, array.num_bytes)
+            dropping.atexit = False
+            self._set_made(array, dropping)
+
+    def _create_shards(self, shards: Sequence[tuple[ServerArray, Shard]]) -> None:
+        new = [
+            NewShard(shard, array.shape_of(shard), array.dtype, self._initial(array, shard))
+            for array, shard in shards
+        ]
+        # Keys are new: an existing shard was created by this call, or by another chief that shares it.
+        self._contents.create(new, if_absent=True)
+
+    def _initial(self, array: ServerArray, shard: Shard) -> np.ndarray | UpdateProgram:
+        assert array.initial is not None
+        size = int(np.prod(array.shape_of(shard))) * array.dtype.itemsize
+        program = getattr(array.initial, "program", None)
+        if program is not None and size >= _BY_PROGRAM_BYTES:
+            start, stop = shard.rows or (0, array.shape[0])
+            made = program(start, stop, self.platforms)
+            if made is not None:
+                return made
+        value = np.asarray(array.initial(), array.dtype)
+        part = value if shard.rows is None else value[shard.rows[0] : shard.rows[1]]
+        return np.asarray(part, order="C").reshape(array.shape_of(shard))
+
+    def keep_whole(self, array: ServerArray) -> None:
+        """Keeps an array on one server, without shards.
+
+        Raises:
+          UnsupportedError: The servers already have it in shards.
+        """
+        with self._lock:
+            if array.is_made and array.row_ranges:
+                raise UnsupportedError(
+                    f"The optimizer needs variable {array.name!r} without shards, but the parameter servers "
+                    f"have it in {len(array.row_ranges)} shards, because it was used before the first training "
+                    "step was traced. Train first, or have the variable_partitioner leave it in one shard."
+                )
+            array.row_ranges = ()
+
+    def colocate(self, array: ServerArray, other: ServerArray) -> None:
+        """Places the shards of an array on the servers that have another array's shards, and moves them if needed."""
+        with self._lock:
+            if not array.is_made:
+                array.colocated_with = other
+                return
+            self.make([other])
+            if [(p.ps, p.rows) for p in array.shards] == [(p.ps, p.rows) for p in other.shards]:
+                return
+            if self._shared is not None and not self._shared.is_chief:
+                self._shared.wait_colocated(array, other)
+                return
+            (value,) = self.servers.read([array.shards])
+            self._contents.drop(array.shards)
+            dropping = self._made.get(array)
+            if dropping is not None:
+                dropping.detach()
+            self._forget_shards(array)
+            array.colocated_with = other
+            array.initial = lambda: value
+            self._unmade.append(weakref.ref(array))
+            self.make([array])
+            self.layout += 1
+
+    def copy_to(self, array: ServerArray, ps: int) -> None:
+        """Makes sure that a server has a copy of a small array without shards."""
+        with self._lock:
+            self.make([array])
+            if array.shards[0].ps == ps or ps in array.copies:
+                return
+            shard = Shard(ps, copy_key(array, ps))
+            if self._shared is None or not self._shared.has_copy(array, ps):
+                (value,) = self.servers.read([array.shards])
+                is_shared = self._shared is not None
+                self._contents.create([NewShard(shard, array.shape, array.dtype, value)], if_absent=is_shared)
+            array.copies[ps] = shard.key
+            self._balance.add(ps, array.num_bytes)
+            self.layout += 1
+
+    def restored(self, ps: int, keys: Collection[str] | None) -> list[str]:
+        """Gives its programs to a parameter server that restarted from a snapshot, and has all values read again.
+
+        Args:
+          ps: The number of the parameter server.
+          keys: The keys of the shards that it has; None if it has all.
+
+        Returns:
+          The names of the arrays with a shard that the server should have and lacks.
+
+        Raises:
+          UnavailableError: It is lost again.
+        """
+        self._contents.send_all_programs(ps)
+        self.renew()
+        return [
+            array.name
+            for array in self._all_made()
+            if keys is not None and not array.keys_on(ps) <= set(keys)
+        ]
+
+    def names_on(self, ps: int) -> list[str]:
+        """Returns the names of the arrays that have a shard or a copy on a parameter server."""
+        return sorted(array.name for array in self._all_made() if array.keys_on(ps))
+
+    def keep_programs(self, owner: Any, updates: Sequence[tuple[int, UpdateProgram]]) -> None:
+        """Gives parameter servers their programs of a function, which are dropped when ``owner`` is deleted."""
+        uses = [(ps, update.digest) for ps, update in updates]
+        with self._lock:
+            self._num_uses.update(uses)
+            weakref.finalize(owner, self._dropped.extend, [_Dropped(*use) for use in uses]).atexit = False
+            for ps, update in updates:
+                self._contents.send_program(ps, update)
+
+    def has_update(self, digest: str) -> bool:
+        """True if a parameter server was given that program."""
+        return self._contents.has_program(digest)
+
+    def _drop_waiting(self) -> None:
+        """Drops the shards and programs of deleted variables and functions from the servers."""
+        dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
+        if not dropped:
+            return
+        unused: list[tuple[int, str]] = []
+        for each in dropped:
+            if each.shard is not None:
+                self._balance.remove(each.ps, each.num_bytes)
+                continue
+            use = each.ps, each.program
+            self._num_uses[use] -= 1
+            if not self._num_uses[use]:
+                del self._num_uses[use]
+                unused.append(use)
+        self._contents.drop([each.shard for each in dropped if each.shard is not None], unused)
+
+    # --- values ---------------------------------------------------------------------------------------
+
+    def read(self, arrays: Sequence[ServerArray]) -> list[np.ndarray]:
+        """Returns the full values of arrays. All values on one server are of the same moment."""
+        self.make(arrays)
+        return self.servers.read([array.shards for array in arrays])
+
+    def read_rows(self, array: ServerArray, ids: np.ndarray) -> np.ndarray:
+        """Returns a copy of the rows of an array at ``ids`` [n]."""
+        self.make([array])
+        return self.servers.read_rows(array.shards, ids, array.shape[0])
+
+    def assign(self, array: ServerArray, value: np.ndarray) -> None:
+        """Replaces a value, on every server that has a shard or a copy of it."""
+        with self._lock:
+            if not array.is_made:
+                if self._shared is None or self._shared.is_chief:
+                    kept = np.array(value)  # the caller may change its array
+                    array.initial = lambda: kept
+                    return
+                self.make([array])
+            if self._shared is not None:
+                self._shared.find_copies(array)
+        shards = [(array.shards, value), *(((Shard(ps, key),), value) for ps, key in array.copies.items())]
+        self._contents.assign(shards)
+        self.renew()
+
+    def apply_round(self, number: int, low: int, closures: Sequence[int]) -> None:
+        """Has all servers apply the mean of the gradients of these closures; see ``ServerContents.apply_round``."""
+        self._contents.apply_round(number, low, closures)
+
+    def renew(self) -> None:
+        """Starts another epoch: closures that are sent from now on read variables again.
+
+        So they see earlier assignments, and the changes of closures that have ended. It does not wait for a thread
+        that waits
+        for a server.
+        """
+        with self._state_lock:
+            self.epoch += 1
+
+
+def _with_those_beside(arrays: Sequence[ServerArray]) -> list[ServerArray]:
+    """Returns arrays to be created, each after the array that it stands beside, if that must be created, too."""
+    found: dict[ServerArray, None] = {}
+
+    def add(array: ServerArray) -> None:
+        if array.is_made or array in found:
+            return
+        if array.colocated_with is not None:
+            add(array.colocated_with)
+        found[array] = None
+
+    for array in arrays:
+        add(array)
+    return list(found)
+
+
+@dataclass(frozen=True)
+class _Dropped:
+    """An object to drop on a server: a use of a program, by its digest, or a shard with its number of bytes."""
+
+    ps: int
+    program: str = ""
+    shard: Shard | None = None
+    num_bytes: int = 0
+
+
+def _drop(
+    dropped: deque[_Dropped],
+    shards: Sequence[tuple[Shard, int]],
+    copies: Mapping[int, str],
+    num_bytes: int,
+) -> None:
+    """Queues the shards of a deleted array to be dropped. Garbage collection calls it, so it takes no lock."""
+    dropped.extend(_Dropped(shard.ps, shard=shard, num_bytes=size) for shard, size in shards)
+    dropped.extend(_Dropped(ps, shard=Shard(ps, key), num_bytes=num_bytes) for ps, key in copies.items())

@@ -1,0 +1,101 @@
+"""Makes per-worker datasets and values: each iterator of a dataset becomes one resource on each worker."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any, Literal, final
+
+import jax
+import numpy as np
+
+from replicax._ps.coordinator.per_worker import (
+    PerWorkerDataset,
+    PerWorkerIterator,
+    PerWorkerValues,
+)
+from replicax._ps.coordinator.pool import WorkerPool
+from replicax._ps.coordinator.resources import Resource
+from replicax._ps.programs.iterator_inputs import ElementSpec
+from replicax._ps.transport import structures
+from replicax._ps.worker import resources
+from replicax._src.program_kit.captures import name_of
+from replicax._src.program_kit.data import python_function_of
+
+_SPEC_S = 600.0
+
+_resource_numbers = itertools.count()  # shared by all coordinators, so that names are unique
+
+
+def per_worker_dataset(pool: WorkerPool, dataset_fn: Any) -> PerWorkerDataset:
+    """Has each worker make a dataset of its own; see ``ClusterCoordinator.create_per_worker_dataset``."""
+    # A graph of TensorFlow cannot contain a distributed dataset of replicax.
+    dataset_fn = python_function_of(dataset_fn)
+    recipe = _Recipe(pool, "dataset", resources.dump(dataset_fn), name_of(dataset_fn))
+    dataset = PerWorkerDataset(recipe.spec, lambda: _iterator(recipe))
+    weakref.finalize(dataset, recipe.drop_unused).atexit = False
+    return dataset
+
+
+def per_worker_values(pool: WorkerPool, fn: Callable[[], Any]) -> PerWorkerValues:
+    """Has each worker make a value of its own; see ``ClusterCoordinator.create_per_worker_value``."""
+    recipe = _Recipe(pool, "value", resources.dump(fn), name_of(fn))
+    values = PerWorkerValues(recipe.unused[0], recipe.spec)
+    weakref.finalize(values, recipe.drop_unused).atexit = False
+    return values
+
+
+@final
+class _Recipe:
+    """Makes a resource on each worker, one for each iterator.
+
+    Attributes:
+      unused: The names of resources that have no iterator yet.
+    """
+
+    def __init__(
+        self, pool: WorkerPool, kind: Literal["dataset", "value"], pickle: np.ndarray, function: str
+    ):
+        self._pool, self._pickle, self._function = pool, pickle, function
+        self._kind: Literal["dataset", "value"] = kind
+        self._known: ElementSpec | None = None
+        self.unused: list[str] = []
+        self.unused.append(self._make())
+        self._last = self.unused[0]
+
+    def take(self) -> str:
+        """Returns the name of a resource that has no iterator yet."""
+        self._last = self.unused.pop() if self.unused else self._make()
+        return self._last
+
+    def spec(self) -> ElementSpec:
+        """Returns the element spec. Waits for the first worker that has made a resource."""
+        if self._known is None:
+            said = self._pool.resources.spec(self._last, _SPEC_S)
+            leaves = tuple(
+                jax.ShapeDtypeStruct(shape, jax.numpy.dtype(dtype)) for shape, dtype in said["leaves"]
+            )
+            tree = jax.tree.structure(structures.rebuilt(said["tree"], leaves))
+            self._known = ElementSpec(tree, leaves, said.get("cut"))
+        return self._known
+
+    def drop(self, name: str) -> None:
+        """Lets workers release a resource. Garbage collection calls it, so it takes no lock."""
+        self._pool.resources.dropped.append(name)
+
+    def drop_unused(self) -> None:
+        """Lets workers release all resources that have no iterator."""
+        self._pool.resources.dropped.extend(self.unused)
+
+    def _make(self) -> str:
+        name = f"{self._kind} {next(_resource_numbers)}"
+        self._pool.add(Resource(name, self._kind, self._pickle, self._function))
+        return name
+
+
+def _iterator(recipe: _Recipe) -> PerWorkerIterator:
+    name = recipe.take()
+    iterator = PerWorkerIterator(name, recipe.spec)
+    weakref.finalize(iterator, recipe.drop, name).atexit = False
+    return iterator

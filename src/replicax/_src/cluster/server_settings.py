@@ -1,0 +1,75 @@
+"""What the environment tells a process of a job with parameter servers, besides its cluster and its task."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import final
+
+from replicax._src.cluster.environ import START_LIMIT, limit_s, optional_number
+from replicax._src.cluster.machine_layout import (
+    DEVICES_VARIABLE,
+    REPLICATION_VARIABLE,
+    SCRIPT_IN_VARIABLE,
+    STATUS_ADDRESS_VARIABLE,
+)
+from replicax._src.vocabulary.options import whole_number
+
+
+@final
+class ServerSettings:
+    """The settings, which ``replicax launch`` writes, or the user. Each is read when it is asked for.
+
+    Args:
+      environ: The environment; None for that of this process.
+    """
+
+    def __init__(self, environ: Mapping[str, str] | None = None):
+        self._environ = os.environ if environ is None else environ
+
+    @property
+    def devices_per_worker(self) -> int | None:
+        """The number of devices of each worker (``REPLICAX_DEVICES_PER_WORKER``); None if it is not said.
+
+        Raises:
+          ClusterEnvironmentError: It is not a whole number.
+        """
+        return optional_number(self._environ, DEVICES_VARIABLE)
+
+    @property
+    def replication(self) -> int | None:
+        """The number of parameter servers that hold each variable (``REPLICAX_REPLICATION``); None if it is not said.
+
+        Raises:
+          ClusterEnvironmentError: It is not a whole number.
+        """
+        return optional_number(self._environ, REPLICATION_VARIABLE)
+
+    @property
+    def is_script_in_workers(self) -> bool:
+        """True if every worker runs the user's program (``REPLICAX_SCRIPT_IN``)."""
+        return self._environ.get(SCRIPT_IN_VARIABLE) == "workers"
+
+    @property
+    def status_address(self) -> str | None:
+        """The address of the status of the job (``REPLICAX_STATUS_ADDRESS``); None if it is not said."""
+        return self._environ.get(STATUS_ADDRESS_VARIABLE) or None
+
+    def num_devices(self, given: int | None) -> int:
+        """Returns the number of devices of each worker: the program's, or the launcher's, or 1.
+
+        Raises:
+          InvalidArgumentError: The program's is not a whole number of at least 1.
+        """
+        if given is None:
+            return self.devices_per_worker or 1
+        return whole_number("ParameterServerStrategy(devices_per_worker=…)", given, least=1)
+
+    @property
+    def start_limit_s(self) -> float:
+        """The longest wait for the other tasks at the start (``REPLICAX_START_TIMEOUT_S``).
+
+        Raises:
+          ClusterEnvironmentError: It is not a number of seconds.
+        """
+        return limit_s(self._environ, START_LIMIT)

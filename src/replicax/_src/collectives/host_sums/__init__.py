@@ -1,0 +1,1 @@
+"""Sums of host arrays over processes, in the order of the replicas' numbers."""

@@ -1,0 +1,1 @@
+"""The rules of the controller of the control channel, and of its members: pure machines."""

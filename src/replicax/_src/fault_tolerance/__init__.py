@@ -1,0 +1,1 @@
+"""The training thread of a process that goes on after the death of others."""

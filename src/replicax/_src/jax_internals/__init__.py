@@ -1,0 +1,1 @@
+"""All that depends on JAX's version or its private names."""

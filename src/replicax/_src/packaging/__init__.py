@@ -1,0 +1,1 @@
+"""The package itself: its version, its optional dependencies, where it is published."""

@@ -1,0 +1,1 @@
+"""The program kit: all that parameter servers take from the core."""

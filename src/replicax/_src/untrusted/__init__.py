@@ -1,0 +1,1 @@
+"""Checks of what other programs and users write: JSON, and the owners of files."""

@@ -1,0 +1,1 @@
+"""Private implementation; import the public names from ``replicax``."""

@@ -1,0 +1,1 @@
+"""Measures of how the code hangs together: what ``tools/seams.py`` counts."""
