@@ -95,6 +95,9 @@ class Job:
     def wait(self, number):
         return self.processes[number].wait(PATIENCE_S)
 
+    def wait_for_end(self, number):
+        assert self.wait(number) == 0, f"worker {number} ends with {self.wait(number)}: {self.text(number)}"
+
     def has_no_controller(self):
         """Waits until the job's controller has ended."""
         until = time.monotonic() + PATIENCE_S
@@ -136,7 +139,7 @@ def test_processes_continue_when_others_are_killed_worker_0_too(job):
     job.processes[1].kill()
     job.wait_for_line(2, " 2 chief")
     job.until.touch()
-    assert job.wait(2) == 0
+    job.wait_for_end(2)
     assert job.has_no_controller()
     steps = [int(line.split()[0]) for line in job.text(2).splitlines() if line[:1].isdigit()]
     assert steps == list(range(len(steps)))
@@ -152,7 +155,8 @@ def test_error_of_worker_0_is_its_own(job):
     for number in (1, 2):
         job.wait_for_line(number, " 1 2")
     job.until.touch()
-    assert [job.wait(number) for number in (1, 2)] == [0, 0]
+    for number in (1, 2):
+        job.wait_for_end(number)
 
 
 @pytest.mark.rest
@@ -216,7 +220,8 @@ def test_replacement_that_comes_after_the_end_ends_with_an_error(job):
     job.processes[0].kill()
     job.processes[0].wait()
     job.until.touch()
-    assert [job.wait(number) for number in (1, 2)] == [0, 0]
+    for number in (1, 2):
+        job.wait_for_end(number)
     job.start(0, REPLICAX_REPLACEMENT="1")
     assert job.wait(0) == 1
     assert "ClusterStartError: worker 0 waited" in job.text(0)
