@@ -22,6 +22,7 @@ from replicax._src.wire.streams import PlainStream
 pytestmark = pytest.mark.timeout(60)
 TOKEN = b"a secret that nobody guesses"
 OF_STRANGER = 96
+SOON_S = 20.0  # what takes milliseconds on a quiet machine
 
 
 class Recorded:
@@ -190,7 +191,7 @@ def test_unauthenticated_peer_that_sends_slowly_is_cut_at_the_deadline(first):
         try:
             stranger.sendall(first)
             for byte in hello_of():
-                time.sleep(0.05)
+                time.sleep(0.2)  # all of it would take 12 s
                 stranger.sendall(bytes([byte]))
         except OSError:  # it was cut
             pass
@@ -198,7 +199,7 @@ def test_unauthenticated_peer_that_sends_slowly_is_cut_at_the_deadline(first):
     started = time.monotonic()
     with pytest.raises(TimeoutError):
         raise at_server(say, seconds=0.3)[0]
-    assert 0.25 < time.monotonic() - started < 2
+    assert 0.25 < time.monotonic() - started < 10
 
 
 # --- other programs that a client meets ---------------------------------------------------------------
@@ -227,7 +228,7 @@ def test_another_program_answers():
 def test_another_program_is_detected_at_its_first_wrong_byte(says):
     started = time.monotonic()
     got, _ = at_client(lambda other: other.sendall(says), seconds=1.0)
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < SOON_S
     assert isinstance(got, TimeoutError if b"RPLX".startswith(says) else ForeignPeerError)
 
 
@@ -252,7 +253,7 @@ def test_silent_server_is_given_up_at_the_deadline():
     started = time.monotonic()
     with pytest.raises(TimeoutError):
         raise at_client(lambda other: None, seconds=0.2)[0]
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < SOON_S
 
 
 # --- damage -------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from replicax._src.wire import listener as listeners
-from replicax._src.wire.acceptor import HANDSHAKE_S, MOST_UNAUTHENTICATED
+from replicax._src.wire.acceptor import MOST_UNAUTHENTICATED
 from replicax._src.wire.client import connect
 from replicax._src.wire.connection import FOREVER
 from replicax._src.wire.errors import PeerEndedError, TokenError, WireError
@@ -22,13 +22,14 @@ from replicax._src.wire.sockets import listen
 pytestmark = pytest.mark.timeout(120)
 TOKEN = Security(b"secret")
 MB = 2**20
+SOON_S = 30.0  # what takes milliseconds on a quiet machine
 
 
-def soon(seconds=30.0):
+def soon(seconds=SOON_S):
     return time.monotonic() + seconds
 
 
-def wait_until(condition, limit_s=30.0):
+def wait_until(condition, limit_s=SOON_S):
     deadline = soon(limit_s)
     while not condition():
         assert time.monotonic() < deadline, f"it did not come true within {limit_s} s"
@@ -52,7 +53,7 @@ class Echo:
     def rejected(self):
         self.num_rejected += 1
 
-    def connect(self, security=TOKEN, seconds=10.0):
+    def connect(self, security=TOKEN, seconds=2 * SOON_S):
         return connect(self.host, self.listener.port, security, soon(seconds))
 
     def raw(self):
@@ -72,17 +73,23 @@ def echo():
         yield echo
 
 
+@pytest.fixture
+def patient(monkeypatch):
+    """A peer may take longer to authenticate than anything else here: what is cut before is not cut for its time."""
+    monkeypatch.setattr(listeners, "HANDSHAKE_S", 3 * SOON_S)
+
+
 def said(connection, text=b"hello"):
     connection.send([(Kind.MESSAGE, text, ())], soon())
     return bytes(connection.receive(soon()))
 
 
-def assert_serves(echo, security=TOKEN, within_s=10.0):
+def assert_serves(echo, security=TOKEN):
     started = time.monotonic()
     friend = echo.connect(security)
     assert said(friend).endswith(b" hello")
     friend.close()
-    assert time.monotonic() - started < within_s
+    assert time.monotonic() - started < SOON_S
 
 
 def is_cut(stranger):
@@ -163,17 +170,16 @@ def test_checksums_are_used_if_one_end_wants_them(echo):
         friend.close()
 
 
-def test_closed_listener_accepts_no_peer_and_served_peers_continue(echo):
+def test_closed_listener_accepts_no_peer_and_served_peers_continue(echo, patient):
     friend = echo.connect()
     assert said(friend).endswith(b" hello")  # it is served, and no stranger any more
     stranger = echo.raw()
     wait_until(lambda: echo.listener._acceptor.num_unauthenticated)
-    started = time.monotonic()
     echo.listener.close()
     wait_until(lambda: is_cut(stranger))
-    with pytest.raises(OSError):
+    with pytest.raises(OSError) as refused:
         echo.connect()
-    assert time.monotonic() - started < 2
+    assert not isinstance(refused.value, TimeoutError)
     assert said(friend).endswith(b" hello")
     friend.close()
     stranger.close()
@@ -189,36 +195,41 @@ def memory():
 
 
 @pytest.mark.parametrize("is_encrypted", [False, pytest.param(True, marks=pytest.mark.rest)])
-def test_300_idle_unauthenticated_peers_block_no_other(is_encrypted, tls, monkeypatch):
-    monkeypatch.setattr(listeners, "HANDSHAKE_S", 4.0)
+def test_300_idle_unauthenticated_peers_block_no_other(is_encrypted, tls, patient, monkeypatch):
     security = tls if is_encrypted else TOKEN
     with Echo(security) as echo, contextlib.ExitStack() as strangers:
         assert_serves(echo, security)
-        before, started = memory(), time.monotonic()
+        before = memory()
         idle = [strangers.enter_context(echo.raw()) for _ in range(300)]
-        assert_serves(echo, security, within_s=3.0)
+        assert_serves(echo, security)
         wait_until(lambda: echo.listener._acceptor.num_unauthenticated <= MOST_UNAUTHENTICATED)
-        assert num_threads() <= MOST_UNAUTHENTICATED + 10
+        wait_until(lambda: num_threads() <= MOST_UNAUTHENTICATED + 10)  # those of the oldest end
         num_cut = sum(map(is_cut, idle))
         assert num_cut == 301 - MOST_UNAUTHENTICATED  # the friend takes a place for a moment
         assert all(map(is_cut, idle[:num_cut]))  # the oldest ones
         assert memory() < before + 30 * MB
-        assert time.monotonic() - started < 4.0
-        wait_until(lambda: all(map(is_cut, idle)), 10.0)
-        assert 3.9 < time.monotonic() - started < 8.0
+        for stranger in idle:
+            stranger.close()
         wait_until(lambda: not echo.listener._acceptor.num_unauthenticated and not num_threads())
         assert echo.num_rejected == 300
+        monkeypatch.setattr(listeners, "HANDSHAKE_S", 1.0)
+        started = time.monotonic()
+        idle = [strangers.enter_context(echo.raw()) for _ in range(300)]
+        wait_until(lambda: all(map(is_cut, idle)))
+        assert time.monotonic() - started > 0.9
+        wait_until(lambda: not echo.listener._acceptor.num_unauthenticated and not num_threads())
+        assert echo.num_rejected == 600
         assert_serves(echo, security)
 
 
-def test_flood_of_unauthenticated_peers_is_bounded(echo):
+def test_flood_of_unauthenticated_peers_is_bounded(echo, patient):
     most = 0
     with contextlib.ExitStack() as strangers:
         for _ in range(600):
             strangers.enter_context(echo.raw())
             most = max(most, echo.listener._acceptor.num_unauthenticated)
         assert most <= MOST_UNAUTHENTICATED
-        assert_serves(echo, within_s=HANDSHAKE_S - 1)
+        assert_serves(echo)
 
 
 @pytest.mark.parametrize("is_encrypted", [False, True])
@@ -227,27 +238,25 @@ def test_unauthenticated_peer_that_sends_slowly_is_cut_in_time(is_encrypted, tls
     first = b"\x16\x03\x01\x02\x00" if is_encrypted else b"RPLX"
     with Echo(tls if is_encrypted else TOKEN) as echo, echo.raw() as slow:
         started = time.monotonic()
-        for byte in first + bytes(100):
+        for byte in first + bytes(1000):
             if is_cut(slow):
                 break
             with contextlib.suppress(OSError):
                 slow.send(bytes([byte]))
             time.sleep(0.05)
-        assert 0.35 < time.monotonic() - started < 2
+        assert 0.35 < time.monotonic() - started < SOON_S
         wait_until(lambda: echo.num_rejected == 1)
 
 
-def test_unauthenticated_peer_with_an_endless_tls_handshake_is_cut_early(tls):
+def test_unauthenticated_peer_with_an_endless_tls_handshake_is_cut_early(tls, patient):
     """OpenSSL alone would read 128 KB of a first message, and wait for its end."""
     hello = b"\x01" + (100_000).to_bytes(3, "big") + bytes(60_000)
     records = [hello[start : start + 10_000] for start in range(0, len(hello), 10_000)]
     with Echo(tls) as echo, echo.raw() as stranger:
-        begun = time.monotonic()
         with contextlib.suppress(OSError):  # it is cut while it says this
             for record in records:
                 stranger.sendall(b"\x16\x03\x01" + len(record).to_bytes(2, "big") + record)
         wait_until(lambda: is_cut(stranger))
-        assert time.monotonic() - begun < HANDSHAKE_S / 2
         assert_serves(echo, tls)
 
 
@@ -262,14 +271,14 @@ def test_data_of_an_unauthenticated_peer_cost_no_memory(echo):
 
 
 @pytest.mark.parametrize("direction", ["plain to TLS", "TLS to plain"])
-def test_one_end_with_tls_and_one_without_fail_at_once(direction, tls):
+def test_one_end_with_tls_and_one_without_fail_at_once(direction, tls, patient):
     plain = Security()
     of_server, of_client = (tls, plain) if direction == "plain to TLS" else (plain, tls)
     with Echo(of_server) as echo:
         started = time.monotonic()
         with pytest.raises(OSError) as failed:
             echo.connect(of_client)
-        assert time.monotonic() - started < 1
+        assert time.monotonic() - started < SOON_S
         assert not isinstance(failed.value, TimeoutError | TokenError)
         wait_until(lambda: echo.num_rejected == 1)
         assert_serves(echo, of_server)
@@ -319,8 +328,10 @@ def test_listener_without_descriptors_waits_and_continues(echo):
     out = echo.listener._acceptor._listening = OutOfDescriptors(echo.listener._acceptor._listening)
     assert_serves(echo)  # by the call that waits already
     wait_until(lambda: out.num_failed)
+    before, started = out.num_failed, time.monotonic()
     time.sleep(0.5)
-    assert out.num_failed <= 8  # not as fast as it can
+    num_failed = out.num_failed - before
+    assert num_failed <= (time.monotonic() - started) / 0.1 + 2  # not as fast as it can
     out.is_out = False
     assert_serves(echo)
     echo.listener._acceptor._listening = out.listening
@@ -339,16 +350,16 @@ def test_listener_without_threads_rejects_a_peer_and_continues(echo, monkeypatch
         started = time.monotonic()
         with pytest.raises((WireError, ConnectionError)):
             echo.connect()
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < SOON_S
     assert not echo.listener._acceptor.num_unauthenticated
     assert_serves(echo)
 
 
 def test_name_not_resolved_in_time_raises(echo, monkeypatch):
     may_end = threading.Event()
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: may_end.wait(30))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: may_end.wait(2 * SOON_S))
     started = time.monotonic()
     with pytest.raises(TimeoutError):
         echo.connect(seconds=0.2)
     may_end.set()
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < SOON_S
