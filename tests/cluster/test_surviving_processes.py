@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -86,9 +87,15 @@ class Job:
     def text(self, number):
         return self._file(number).read_text()
 
+    def wait_for_gather(self, number, *members, step=r"\d+", is_chief=False):
+        """Waits until a process has gathered values with these members; in this step, or in any."""
+        line = " ".join([step, *map(str, members), "chief" if is_chief else ""])
+        self.wait_for_line(number, line)
+
     def wait_for_line(self, number, line):
+        """Waits for a complete line: that of members 1 and 2 is also the end of that of 0, 1 and 2."""
         until = time.monotonic() + PATIENCE_S
-        while line not in self.text(number):
+        while not re.search(f"^{line}$", self.text(number), re.MULTILINE):
             assert time.monotonic() < until, f"worker {number} does not print {line!r}: {self.text(number)}"
             time.sleep(0.05)
 
@@ -133,11 +140,11 @@ def job(tmp_path):
 def test_processes_continue_when_others_are_killed_worker_0_too(job):
     for number in range(3):
         job.start(number)
-    job.wait_for_line(2, "3 0 1 2")
+    job.wait_for_gather(2, 0, 1, 2, step="3")
     job.processes[0].kill()
-    job.wait_for_line(1, " 1 2 chief")
+    job.wait_for_gather(1, 1, 2, is_chief=True)
     job.processes[1].kill()
-    job.wait_for_line(2, " 2 chief")
+    job.wait_for_gather(2, 2, is_chief=True)
     job.until.touch()
     job.wait_for_end(2)
     assert job.has_no_controller()
@@ -153,7 +160,7 @@ def test_error_of_worker_0_is_its_own(job):
     assert job.wait(0) == 1  # at once, although the others still need the controller
     assert "ValueError: a bug" in job.text(0)
     for number in (1, 2):
-        job.wait_for_line(number, " 1 2")
+        job.wait_for_gather(number, 1, 2, is_chief=number == 1)
     job.until.touch()
     for number in (1, 2):
         job.wait_for_end(number)
@@ -163,7 +170,7 @@ def test_error_of_worker_0_is_its_own(job):
 def test_nothing_is_left_of_a_job_that_is_killed(job):
     for number in range(3):
         job.start(number)
-    job.wait_for_line(2, "3 0 1 2")
+    job.wait_for_gather(2, 0, 1, 2, step="3")
     for process in job.processes.values():
         process.kill()
     assert job.has_no_controller()
@@ -173,14 +180,15 @@ def test_nothing_is_left_of_a_job_that_is_killed(job):
 def test_process_that_was_stopped_ends_itself_when_it_wakes(job):
     for number in range(3):
         job.start(number, REPLICAX_SILENCE_TIMEOUT_S="3")
-    job.wait_for_line(2, "3 0 1 2")
+    job.wait_for_gather(2, 0, 1, 2, step="3")
     job.processes[1].send_signal(signal.SIGSTOP)
-    job.wait_for_line(0, " 0 2 chief")
+    job.wait_for_gather(0, 0, 2, is_chief=True)
     job.processes[1].send_signal(signal.SIGCONT)
     assert job.wait(1) == 1
     assert "PeerFailureError: worker 1 was silent for too long" in job.text(1)
     job.until.touch()
-    assert [job.wait(number) for number in (0, 2)] == [0, 0]
+    for number in (0, 2):
+        job.wait_for_end(number)
 
 
 @pytest.mark.rest
@@ -199,15 +207,19 @@ def test_new_process_in_the_place_of_a_dead_one_enters_and_takes_part(job, late)
     others = sorted({0, 1, 2} - {late})
     for number in range(3):
         job.start(number)
-    job.wait_for_line(2, "3 0 1 2")
+    job.wait_for_gather(2, 0, 1, 2, step="3")
     job.processes[late].kill()
-    job.wait_for_line(2, f" {others[0]} 2")
+    job.wait_for_gather(2, *others)
     job.processes[late].wait()
     job.start(late)
     for number in range(3):
-        job.wait_for_line(number, " 0 1 2" if number == late else "entered")
+        if number == late:
+            job.wait_for_gather(number, 0, 1, 2, is_chief=number == 0)
+        else:
+            job.wait_for_line(number, "entered")
     job.until.touch()
-    assert [job.wait(number) for number in range(3)] == [0, 0, 0]
+    for number in range(3):
+        job.wait_for_end(number)
     last = [[*map(str.split, job.text(number).splitlines())][-1] for number in range(3)]
     assert [each[1:] for each in last] == [["0", "1", "2", "chief"], ["0", "1", "2"], ["0", "1", "2"]]
 
@@ -216,7 +228,7 @@ def test_new_process_in_the_place_of_a_dead_one_enters_and_takes_part(job, late)
 def test_replacement_that_comes_after_the_end_ends_with_an_error(job):
     for number in range(3):
         job.start(number)
-    job.wait_for_line(2, "3 0 1 2")
+    job.wait_for_gather(2, 0, 1, 2, step="3")
     job.processes[0].kill()
     job.processes[0].wait()
     job.until.touch()
