@@ -186,7 +186,10 @@ def test_survivors_of_a_killed_chief_finish_with_the_same_bits_and_the_next_chie
 def test_stopped_worker_that_wakes_after_the_others_have_finished_ends_itself_and_the_job_succeeds(launch):
     stopped = launch("stopped", REPLICAX_SILENCE_TIMEOUT_S="6")
     until(lambda: len(stopped.pids) == 3, "step 15")
-    pid = status_of(stopped.address)["tasks"][1]["pid"]
+    pid = until(
+        lambda: (tasks := status_of(stopped.address).get("tasks")) and tasks[1].get("pid"),
+        "the process of worker 1",
+    )
     os.kill(pid, signal.SIGSTOP)
     stopped.tell("go", "seen")
     others = [each for each in stopped.pids if each != pid]
