@@ -1,5 +1,7 @@
 """A worker that is alive but is stuck in a program, or before it: it is named, and the launcher restarts the job."""
 
+import re
+
 import pytest
 
 from launched_jobs import LaunchedJob, getting_stuck, staying_away
@@ -27,7 +29,7 @@ def test_job_with_a_worker_that_never_comes_to_a_step_restarts_and_completes(tmp
         assert job.wait(LIMIT_S) == 0, job.text()
     assert sorted(job.printed("total")) == [("worker 0", "2.0"), ("worker 1", "2.0")]
     text = job.text(1000)
-    assert "PeerFailureError: worker 0 has waited 5 s" in text
+    assert re.search(r"PeerFailureError: worker 0 has waited ([5-9]|\d\d+) s", text)
     assert "for worker 1, which has not reached it" in text
     assert "in read_a_sensor" in text
     assert text.count("Starting all tasks again") == 1
