@@ -99,9 +99,13 @@ def undisturbed_bits(job_of, workers, arguments, *, is_forked=False):
 
 
 def check_end(job, pids, victims, expected):
-    """All but the victims have ended with these bits, without a restart."""
-    assert ended(job, pids) == 0, said(job)
-    bits = dict(job.printed("bits"))
+    """All but the victims have ended with these bits, without a restart.
+
+    On a busy machine a kill may come when its victim has printed its bits. If the others have ended by then, the launcher
+    takes it for a failure, since nobody continues the victim's work.
+    """
+    code, bits = ended(job, pids), dict(job.printed("bits"))
+    assert code == 0 or (code == 128 + signal.SIGKILL and not bits.keys().isdisjoint(victims)), said(job)
     survivors = {name for name in pids if name not in victims}
     assert survivors <= bits.keys(), said(job)
     assert set(bits.values()) == {expected}, said(job)
