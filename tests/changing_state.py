@@ -123,11 +123,14 @@ def saving(folder, num_saves, moment="", victims="", at_save="0"):
 
     class Warnings(logging.Handler):
         def emit(self, record):
-            warnings.append(record.getMessage())
+            if (
+                "has been waiting" not in record.getMessage()
+            ):  # for a process that starts late on a busy machine
+                warnings.append(record.getMessage())
 
     logging.getLogger("replicax").addHandler(Warnings(logging.WARNING))
     rx.MultiWorkerMirroredStrategy(
-        communication_options=rx.experimental.CommunicationOptions(timeout_seconds=15)
+        communication_options=rx.experimental.CommunicationOptions(timeout_seconds=100)
     )
     checkpoint = rx.Checkpoint(state=placed(0))
     manager = rx.CheckpointManager(checkpoint, folder, max_to_keep=2)

@@ -17,7 +17,7 @@ from replicax._src.checkpoint.saved import SavedCheckpoint
 
 pytestmark = [pytest.mark.rest, pytest.mark.timeout(400)]
 LIMIT_S = 120
-SOON_S = 10
+SOON_S = 45  # before a process that is only silent would be given up, after 60 s
 PROGRAMS = f"{path_of_programs()}{os.pathsep}{Path(__file__).parents[1]}"
 MANY_SAVES = "100000"
 # Those after "agreed" are moments of the chief.
