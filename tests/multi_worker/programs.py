@@ -287,8 +287,8 @@ def fitting(*seeds):
     warnings = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warnings.append(record.getMessage())
+    strategy = rx.MultiWorkerMirroredStrategy()  # which may warn that another process starts late
     logging.getLogger("replicax").addHandler(handler)
-    strategy = rx.MultiWorkerMirroredStrategy()
     rng = np.random.default_rng(0)
     x = rng.normal(size=(45, 6)).astype("float32")
     y = rng.integers(0, 3, 45)
