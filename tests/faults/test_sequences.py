@@ -9,7 +9,7 @@ from checks import path_of_programs
 
 pytestmark = pytest.mark.timeout(200)
 LIMIT_S = 150
-BUSY_S = 10  # the tests share the machine
+SOON_S = 100  # nobody else would say it before many minutes, if at all
 
 
 def pair(first, second, folder, num_common="2"):
@@ -110,7 +110,7 @@ def test_workers_in_different_places_are_told_both_places(local_cluster, tmp_pat
             (line,) = [line for line in result.report["text"].splitlines() if f"  worker {worker}: " in line]
             assert "program.py:" in line, line
             assert any(word in line for word in WORDS[name]), (name, line)
-    assert min(result.report["after_s"] for result in results) < BUSY_S
+    assert min(result.report["after_s"] for result in results) < SOON_S
     if first == "on_read":
         assert results[0].report["num_calls"] == 0, "a read by one worker alone gave a number"
 
