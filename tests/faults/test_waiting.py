@@ -27,7 +27,7 @@ def steps(fault, num_steps):
     from replicax.testing import report
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    limit_s = 6 if fault.startswith("stays away") else None
+    limit_s = {"stays away for a while": 60, "stays away for too long": 6}.get(fault)
     strategy = rx.MultiWorkerMirroredStrategy(
         communication_options=rx.CommunicationOptions(timeout_seconds=limit_s)
     )
@@ -76,18 +76,18 @@ def assert_trained(cluster, num_steps):
 
 @pytest.mark.rest
 def test_wait_for_a_living_worker_is_logged_and_continues(local_cluster):
-    """Two seconds are a stall here, and four seconds are no failure."""
+    """Two seconds are a stall here; a minute would be a failure."""
     cluster = local_cluster(2, environment={"REPLICAX_STALL_WARNING_S": "2"}, timeout_s=LIMIT_S)
     cluster.start(steps, ["stays away for a while", "60"])
     assert_trained(cluster, 60)
     waiting, away = (cluster.tasks["worker", n].output for n in (0, 1))
     said = [line for line in waiting if "has waited" in line and "in its program number 21" in line]
-    assert 1 <= len(said) <= 3, waiting  # each time it has waited twice as long
+    assert 1 <= len(said) <= 4, waiting  # each time it has waited twice as long
     assert re.search(r"worker 0 has waited \d s in its program number 21", said[0])
     assert "for worker 1, which has not reached it" in said[0]
     assert "program.py" in said[0]
     assert "in loading_a_table" in said[0]
-    assert "It fails after 6 s" in said[0]
+    assert "It fails after 60 s" in said[0]
     assert not any("has waited" in line and "program number 21" in line for line in away)
 
 
@@ -205,8 +205,8 @@ def test_a_clock_that_is_hours_off_changes_nothing(local_cluster, tmp_path, work
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     environment = {
         "PYTHONPATH": path,
-        "REPLICAX_SILENCE_TIMEOUT_S": "10",
-        "REPLICAX_STALL_WARNING_S": "5",
+        "REPLICAX_SILENCE_TIMEOUT_S": "60",
+        "REPLICAX_STALL_WARNING_S": "30",
         "REPLICAX_START_TIMEOUT_S": "60",
     }
     cluster = local_cluster(2, environment=environment, timeout_s=LIMIT_S)
