@@ -47,8 +47,8 @@ _NUM_LINES_TOLD: Final = 10  # the lines may contain an error about another task
 _TOLD_AT_ONCE_S: Final = 1.0
 # A task writes its status twice a second.
 _SAVING_SAID_S: Final = 10.0
-# The time in which the others say that a death was one too many.
-_LOSS_SAID_S: Final = 0.3
+# The time in which the others say that a death was one too many. It takes them milliseconds, if they have their turn.
+_LOSS_SAID_S: Final = 1.0
 # The time in which the others may raise the same error. Then all start again, not one after the other.
 _ERROR_SHARED_S: Final = 2.0
 
