@@ -35,7 +35,6 @@ def strategy_of(cluster, monkeypatch):
     for name, value in cluster.environment_of("ps", 0).items():
         if name != "TF_CONFIG":
             monkeypatch.setenv(name, value)
-    monkeypatch.setenv("REPLICAX_START_TIMEOUT_S", "1")
     made = []
 
     def make(task_type, **options):
@@ -205,16 +204,18 @@ def test_variables_outlive_a_worker_that_ends(chief, worker, strategy_of):
     assert counter(anew).numpy().tolist() == [0, 0]
 
 
-def test_no_worker_starts_without_the_chief(strategy_of):
+def test_no_worker_starts_without_the_chief(strategy_of, monkeypatch):
+    monkeypatch.setenv("REPLICAX_START_TIMEOUT_S", "1")
     text = message(
         UnavailableError, lambda: strategy_of("worker"), "worker 0 waited 1 s for chief 0: it creates"
     )
     assert "Check that it runs the program" in text
 
 
-def test_a_worker_of_a_coordinator_is_told_to_be_a_server(cluster, strategy_of):
+def test_a_worker_of_a_coordinator_is_told_to_be_a_server(cluster, strategy_of, monkeypatch):
     coordinator = strategy_of("chief")
     assert coordinator.is_coordinator
+    monkeypatch.setenv("REPLICAX_START_TIMEOUT_S", "1")
     text = message(UnavailableError, lambda: strategy_of("worker"), "serve a coordinator")
     assert "run `replicax server` here" in text
     assert "is_coordinator=False" in text
