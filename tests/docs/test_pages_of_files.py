@@ -15,6 +15,7 @@ from replicax._src.cluster.machine_layout import free_ports
 ROOT = pathlib.Path(__file__).parents[2]
 LISTING = re.compile(r"```(python|bash)\n(.*?)```\n(?:```text\n(.*?)```)?", re.DOTALL)
 OF_JAX = re.compile(r"[WEIF]\d{4} |\[Gloo\] ")
+LATE = re.compile(r"\w+ \d+ has been waiting \d+ s for all tasks to start ")  # on a busy machine
 OF_TASK = re.compile(r"(?:chief|worker|ps|evaluator) \d+(?: +\||:) ")
 LIMIT_S = 240
 PORTS = ("23451", "23452")  # of the pages: others are taken here, that are free
@@ -55,8 +56,15 @@ def shell(tmp_path):
 
 
 def printed(output):
-    """The output without JAX's own lines, grouped by task; lines without a task come last."""
-    lines = [line for line in output.splitlines() if not OF_JAX.match(OF_TASK.sub("", line, count=1).strip())]
+    """The output without JAX's own lines and those about a task that starts late, grouped by task; lines without a task
+    come last.
+    """
+
+    def is_left_out(line):
+        text = OF_TASK.sub("", line, count=1).strip()
+        return OF_JAX.match(text) or LATE.match(text)
+
+    lines = [line for line in output.splitlines() if not is_left_out(line)]
 
     def task(line):
         match = OF_TASK.match(line)
