@@ -202,7 +202,7 @@ def test_start_without_a_worker_names_it(job):
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("late", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_new_process_in_the_place_of_a_dead_one_enters_and_takes_part(job, late):
     others = sorted({0, 1, 2} - {late})
     for number in range(3):
@@ -234,6 +234,6 @@ def test_replacement_that_comes_after_the_end_ends_with_an_error(job):
     job.until.touch()
     for number in (1, 2):
         job.wait_for_end(number)
-    job.start(0, REPLICAX_REPLACEMENT="1")
+    job.start(0, REPLICAX_REPLACEMENT="1", REPLICAX_START_TIMEOUT_S="5")
     assert job.wait(0) == 1
     assert "ClusterStartError: worker 0 waited" in job.text(0)
