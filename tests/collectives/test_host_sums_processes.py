@@ -159,7 +159,9 @@ def test_a_stopped_member_that_was_given_up_finds_its_world_closed(transport):
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 6))]
+)
 @pytest.mark.parametrize("transport", ["shared memory", "connections"])
 def test_processes_go_on_with_the_same_bits_after_kills_at_random_moments(transport, seed):
     choice = random.Random(f"{transport} {seed}")

@@ -134,7 +134,7 @@ def test_two_processes_finish_the_training_of_three_with_the_same_bits(victim):
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 2, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 3))])
 def test_processes_that_are_killed_at_random_moments_leave_the_same_bits(seed):
     choice = random.Random(seed)
     with Processes(4, num_steps=80, length=choice.choice([5, 20_000, 400_000])) as job:
@@ -165,7 +165,7 @@ def test_a_task_that_is_killed_and_started_again_by_hand_takes_its_replica_back(
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2, 3))])
 def test_processes_that_are_killed_and_started_again_at_random_moments_leave_the_same_bits(seed):
     choice = random.Random(seed)
     with Processes(4, 120, choice.choice([5, 20_000, 400_000]), waits=[50, 100]) as job:

@@ -138,7 +138,7 @@ def strangers(addresses, *, num_attacks):
             connection.close()
 
 
-@pytest.mark.rest
+@pytest.mark.long
 def test_unauthenticated_peers_at_the_controller_do_not_disturb_workers():
     losses = []
     for is_attacked in (False, True):

@@ -108,7 +108,7 @@ def run_to_the_end(cluster, args):
 @pytest.mark.parametrize(
     ("faults", "shard_state", "data"),
     [
-        (["terminate"], "", "arrays"),
+        pytest.param(["terminate"], "", "arrays", marks=pytest.mark.long),
         pytest.param(["terminate"], "all", "arrays", marks=pytest.mark.long),
         pytest.param(["kill", "terminate"], "", "rx", marks=pytest.mark.long),
         pytest.param(

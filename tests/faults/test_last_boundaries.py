@@ -105,7 +105,12 @@ def test_killed_worker_costs_only_the_interrupted_step(tmp_path):
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("program", "workers", "seed"),
-    [("fitting", 2, 1), ("reading", 2, 2), ("looping", 4, 3), ("counting", 4, 4)],
+    [
+        ("fitting", 2, 1),
+        ("reading", 2, 2),
+        pytest.param("looping", 4, 3, marks=pytest.mark.long),
+        ("counting", 4, 4),
+    ],
 )
 def test_random_kills(tmp_path, program, workers, seed):
     assert check_trial(tmp_path, program, workers, seed) >= 1

@@ -26,7 +26,13 @@ def ended(job):
 
 @pytest.mark.rest
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("lacks", "named"), [("scale", "scale"), ("iterator", "argument 0, argument 1")])
+@pytest.mark.parametrize(
+    ("lacks", "named"),
+    [
+        pytest.param("scale", "scale", marks=pytest.mark.long),
+        ("iterator", "argument 0, argument 1"),
+    ],
+)
 def test_replacement_that_lacks_state_ends_with_its_name_and_the_others_finish(tmp_path, lacks, named):
     with LaunchedJob(tmp_path / "undisturbed", forgetful, workers=WORKERS) as job:
         expected = set(ended(job).values())
@@ -87,7 +93,7 @@ def check_trial(folder, seed):
 
 @pytest.mark.rest
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
 def test_random_kills_with_replacements_leave_the_same_bits(tmp_path, seed):
     check_trial(tmp_path, seed)
 

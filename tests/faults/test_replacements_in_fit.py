@@ -63,9 +63,9 @@ def test_replacement_enters_a_fit_in_the_middle_of_an_epoch(tmp_path, undisturbe
 @pytest.mark.parametrize(
     ("dies", "waits"),
     [
-        ([(0, "step 2")], ["step 5"]),
-        ([(0, "validation 0")], ["end 0"]),
-        ([(2, "end 0")], ["step 6"]),
+        pytest.param([(0, "step 2")], ["step 5"], marks=pytest.mark.long),
+        pytest.param([(0, "validation 0")], ["end 0"], marks=pytest.mark.long),
+        pytest.param([(2, "end 0")], ["step 6"], marks=pytest.mark.long),
         ([(1, "step 2"), (0, "step 8")], ["step 4", "step 10"]),
         ([(0, "step 2"), (0, "validation 1")], ["step 4", "step 12"]),
     ],

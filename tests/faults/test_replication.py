@@ -405,8 +405,8 @@ def test_stopped_primary_rejects_requests_when_it_wakes(job):
     job.check()
 
 
-@pytest.mark.rest
-@pytest.mark.parametrize("apart_s", [pytest.param(0.0, marks=pytest.mark.long), 6.0])
+@pytest.mark.long
+@pytest.mark.parametrize("apart_s", [0.0, 6.0])
 def test_training_resumes_after_both_servers_were_silent_for_20_s(job, apart_s):
     job.steps(20)
     job.schedule()  # its program is on the servers then

@@ -55,10 +55,10 @@ def test_chief_dies_in_a_save_and_another_task_before_an_evaluation(tmp_path, ex
     "dies",
     [
         [(0, "naming ckpt-2"), (1, "end of epoch 1")],
-        [(0, "before step 6"), (1, "writing ckpt-4")],
-        [(0, "end of epoch 0"), (2, "evaluating after step 15")],
+        pytest.param([(0, "before step 6"), (1, "writing ckpt-4")], marks=pytest.mark.long),
+        pytest.param([(0, "end of epoch 0"), (2, "evaluating after step 15")], marks=pytest.mark.long),
         [(0, "writing ckpt-2"), (1, "writing ckpt-2")],
-        [(1, "before step 1"), (2, "evaluating after step 5")],
+        pytest.param([(1, "before step 1"), (2, "evaluating after step 5")], marks=pytest.mark.long),
     ],
     ids=str,
 )
@@ -69,7 +69,7 @@ def test_tasks_die_between_steps(tmp_path, expected_bits, dies):
 
 @pytest.mark.rest
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("preempted", [1, 2])
+@pytest.mark.parametrize("preempted", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_sigterm_after_a_death_makes_all_live_tasks_save_and_the_job_resumes_with_all(
     tmp_path, expected_bits, preempted
 ):

@@ -45,8 +45,15 @@ def test_survivors_end_with_the_bits_of_an_undisturbed_training(name):
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("in_function", [False, True])
-@pytest.mark.parametrize("deaths", [[(0, 7)], [(2, 3), (0, 12)]])
+@pytest.mark.parametrize(
+    ("deaths", "in_function"),
+    [
+        ([(0, 7)], False),
+        ([(2, 3), (0, 12)], True),
+        pytest.param([(0, 7)], True, marks=pytest.mark.long),
+        pytest.param([(2, 3), (0, 12)], False, marks=pytest.mark.long),
+    ],
+)
 def test_survivors_end_a_loop_of_their_own_with_the_same_bits(deaths, in_function, tmp_path):
     results = results_of(fits_with_deaths.loop_twice, in_function, str(tmp_path), *deaths)
     check_that_deaths_changed_nothing(results, deaths)
@@ -93,4 +100,6 @@ def test_others_adopt_the_replica_of_a_worker_that_calls_sys_exit_in_fit(code):
     replicas = [results["worker", number].report["replicas"] for number in (1, 2)]
     assert sorted(replicas[0] + replicas[1]) == [0, 1, 2]
     how = "raised an error" if code else "ended its program early"
-    assert re.search(rf"Worker 0 {how} (in step [56]|after step 5) of ", "\n".join(results["worker", 1].output))
+    assert re.search(
+        rf"Worker 0 {how} (in step [56]|after step 5) of ", "\n".join(results["worker", 1].output)
+    )
