@@ -66,7 +66,7 @@ def test_calls_back_into_python_are_the_same_program_in_all_processes():
             capture_output=True,
             text=True,
             check=True,
-            timeout=60,
+            timeout=200,
         ).stdout
         for seed in "12"
     }

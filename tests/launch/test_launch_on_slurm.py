@@ -15,7 +15,7 @@ from replicax.__main__ import main
 from replicax._launch.batch_script import BatchJob
 from replicax._src.cluster.errors import ClusterError
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(250)
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def run_script(tmp_path, command, environ):
             env=environ | {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(num_requeued)},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=200,
             check=False,
         )
         assert not done.stderr
@@ -249,7 +249,7 @@ def test_the_script_waits_for_its_step_when_it_is_signalled(tmp_path, command, e
     try:
         assert process.stdout.readline() == "ready\n"
         os.killpg(process.pid, signal.SIGTERM)
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=200)
     finally:
         process.kill()
         process.wait()
@@ -360,7 +360,7 @@ def test_ctrl_c_asks_whether_to_cancel(states, tmp_path, script, answer, says, i
     def read_until(words, key=b""):
         """Presses the key again after a while: Ctrl-C has no effect on a process that is about to read."""
         nonlocal text
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 200
         while words not in text:
             assert time.monotonic() < deadline, text
             if select.select([ours], [], [], 2)[0]:
@@ -374,7 +374,7 @@ def test_ctrl_c_asks_whether_to_cancel(states, tmp_path, script, answer, says, i
         read_until(b"Cancel job 7? [y/N] ")
         os.write(ours, answer)
         read_until(says.encode(), answer)
-        assert process.wait(60) == 130
+        assert process.wait(200) == 130
     finally:
         process.kill()
         process.wait()
@@ -401,7 +401,7 @@ def test_a_job_whose_output_nobody_reads_continues(states, tmp_path, script, is_
         done = subprocess.run(
             [sys.executable, "-m", "replicax", "launch", "--on", "slurm", script],
             stdin=subprocess.DEVNULL, stdout=writer, stderr=subprocess.PIPE if is_err_read else writer,
-            text=True, timeout=60, check=False,
+            text=True, timeout=200, check=False,
         )  # fmt: skip
     finally:
         os.close(writer)

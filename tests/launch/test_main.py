@@ -87,7 +87,7 @@ def test_run_is_python_with_what_slurm_says(tmp_path):
     with subprocess.Popen(
         [*command, "train.py", "--x", "1"], cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True
     ) as process:
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=200)
     assert out == f"__main__ ['--x', '1'] 2 {process.pid}\n"
     done = subprocess.run(
         [*command, "keras_script.py"],
@@ -95,7 +95,7 @@ def test_run_is_python_with_what_slurm_says(tmp_path):
         env=environ,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=False,
     )
     assert done.returncode == 2
@@ -121,7 +121,7 @@ def test_ctrl_c_while_the_command_starts_ends_it_with_130_and_without_a_tracebac
         [sys.executable, "-c", INTERRUPTED, "replicax._launch.launch", "launch", "replicax"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
@@ -143,7 +143,7 @@ def test_closed_standard_streams_are_no_error(tmp_path, command, closed):
     )
     line = f"{sys.executable} -m replicax {command} train.py {closed}"
     done = subprocess.run(
-        ["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        ["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0
     assert (tmp_path / "ran").exists()

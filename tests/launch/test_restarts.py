@@ -186,6 +186,6 @@ from replicax._launch.newest_checkpoint import newest_checkpoint
 print(newest_checkpoint(sys.argv[1]), "jax" in sys.modules)
 """
     done = subprocess.run(
-        [sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=200, check=True
     )
     assert done.stdout == "3 False\n"
