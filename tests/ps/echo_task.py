@@ -1,4 +1,6 @@
-"""A task that answers its messages, in a separate process: ``python echo_task.py ADDRESS``, until stdin ends."""
+"""A task that answers its messages, in a separate process: ``python echo_task.py ADDRESS HANDSHAKE_S``, until stdin
+ends.
+"""
 
 import contextlib
 import os
@@ -13,6 +15,7 @@ import numpy as np
 from replicax._ps.transport.messages import Message
 from replicax._ps.transport.transport import TaskServer
 from replicax._src.cluster.credentials import Credentials
+from replicax._src.wire import listener
 from replicax.errors import UnknownProgramError
 
 
@@ -58,9 +61,9 @@ def echo_server(address="127.0.0.1:0", credentials=None, **options):
 
 
 class EchoTask:
-    """The server in another process."""
+    """The server in another process. ``handshake_s`` is the longest time that a peer may take to authenticate."""
 
-    def __init__(self, address="127.0.0.1:0", credentials=None):
+    def __init__(self, address="127.0.0.1:0", credentials=None, handshake_s=listener.HANDSHAKE_S):
         credentials = credentials or Credentials(token="secret")
         variables = {
             "REPLICAX_TOKEN": credentials.token,
@@ -69,7 +72,7 @@ class EchoTask:
             "REPLICAX_TLS_KEY": credentials.key_file,
         }
         self.process = subprocess.Popen(
-            [sys.executable, __file__, address],
+            [sys.executable, __file__, address, str(handshake_s)],
             env={**os.environ, **{k: v for k, v in variables.items() if v is not None}},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -116,6 +119,7 @@ class EchoTask:
 
 
 if __name__ == "__main__":
+    listener.HANDSHAKE_S = float(sys.argv[2])
     with echo_server(sys.argv[1], Credentials.from_environment(os.environ)) as server:
         print(server.address, flush=True)
         sys.stdin.read()
