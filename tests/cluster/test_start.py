@@ -95,7 +95,7 @@ def test_the_service_of_an_earlier_run_is_waited_for():
     timer = threading.Timer(1.5, members[1].leave)
     timer.start()
     now = service(60)
-    assert earlier.wait(60) == 0
+    assert earlier.wait(150) == 0
     timer.join()
     for process in (earlier, now):
         process.stdin.close()
@@ -124,7 +124,7 @@ def test_both_services_are_reached(host, monkeypatch):
     coordinator = channel.connect(time.monotonic() + 60)["coordinator"]
     socket.create_connection((host, split_address(coordinator)[1]), timeout=60).close()
     channel.leave()
-    assert service.wait(60) == 0
+    assert service.wait(150) == 0
     service.stdin.close()
     service.stdout.close()
 
@@ -157,7 +157,7 @@ def test_task_that_gives_up_waiting_tells_the_others_which_task_has_not_come(tmp
                     subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=file)
                 )
             assert started[-1].stdout.readline() == b"imported\n"
-        assert [process.wait(60) for process in started] == [1, 1]
+        assert [process.wait(150) for process in started] == [1, 1]
     finally:
         for process in started:
             process.kill()

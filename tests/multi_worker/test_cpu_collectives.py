@@ -22,7 +22,7 @@ def join():
 
 
 @pytest.mark.rest
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(250)
 def test_the_log_says_gloo_in_processes(local_cluster):
     cluster = local_cluster(2)
     cluster.start(join)
@@ -31,7 +31,7 @@ def test_the_log_says_gloo_in_processes(local_cluster):
         assert any(line.endswith("here; collectives by gloo.") for line in result.output), result.output
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(250)
 def test_collectives_by_mpi_are_an_error_in_processes(local_cluster):
     """It ends at once, before JAX ends the process in MPI_Init."""
     cluster = local_cluster(2, environment={"JAX_CPU_COLLECTIVES_IMPLEMENTATION": "mpi"})
