@@ -24,7 +24,7 @@ def join():
 @pytest.mark.rest
 @pytest.mark.timeout(250)
 def test_the_log_says_gloo_in_processes(local_cluster):
-    cluster = local_cluster(2)
+    cluster = local_cluster(2, timeout_s=200)
     cluster.start(join)
     for result in cluster.wait().values():
         assert result.report == {"total": 2.0}, result.output
@@ -34,7 +34,7 @@ def test_the_log_says_gloo_in_processes(local_cluster):
 @pytest.mark.timeout(250)
 def test_collectives_by_mpi_are_an_error_in_processes(local_cluster):
     """It ends at once, before JAX ends the process in MPI_Init."""
-    cluster = local_cluster(2, environment={"JAX_CPU_COLLECTIVES_IMPLEMENTATION": "mpi"})
+    cluster = local_cluster(2, environment={"JAX_CPU_COLLECTIVES_IMPLEMENTATION": "mpi"}, timeout_s=200)
     cluster.start(join)
     for result in cluster.wait().values():
         assert result.exit_code == 3, result.output
