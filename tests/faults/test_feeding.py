@@ -50,10 +50,8 @@ def test_the_threads_options_hold_while_reading_ahead():
     "ending",
     [
         "",
-        *(
-            pytest.param(ending, marks=pytest.mark.rest)
-            for ending in ["raise KeyError('mine')", "iterator.close()", "del iterator"]
-        ),
+        pytest.param("raise KeyError('mine')", marks=pytest.mark.rest),
+        *(pytest.param(ending, marks=pytest.mark.long) for ending in ["iterator.close()", "del iterator"]),
     ],
 )
 def test_a_process_ends_while_its_source_is_slow(ending):

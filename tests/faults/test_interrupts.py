@@ -147,7 +147,9 @@ __import__("os")._exit(0)
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("train", ["loop", pytest.param("function", marks=pytest.mark.long), "fit"])
+@pytest.mark.parametrize(
+    "train", [*(pytest.param(train, marks=pytest.mark.long) for train in ("loop", "function")), "fit"]
+)
 def test_an_interrupt_loses_no_state(train):
     """Ctrl-C may come while a step runs, which owns the memory of the variables."""
     with started(KEEPS, train) as process:

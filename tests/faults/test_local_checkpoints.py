@@ -252,7 +252,11 @@ def test_host_without_local_files_makes_all_restore_the_shared_checkpoint(local_
 
 
 @pytest.mark.parametrize(
-    "what", ["arrays/state/rows", pytest.param("arrays/unused", marks=pytest.mark.long), "manifest.json"]
+    "what",
+    [
+        "arrays/state/rows",
+        *(pytest.param(what, marks=pytest.mark.long) for what in ("arrays/unused", "manifest.json")),
+    ],
 )
 def test_damage_on_one_host_makes_all_restore_the_one_before(local_cluster, folder, what):
     path = local(folder, 1, 17) / what
@@ -304,7 +308,9 @@ def test_sharded_variables_have_one_layout_and_are_restored_from_the_hosts(local
         assert sum("shard" in layout for layout in before["new"]) >= 9
 
 
-@pytest.mark.parametrize(("moment", "victim"), [("half", "1"), ("named", "0")])
+@pytest.mark.parametrize(
+    ("moment", "victim"), [pytest.param("half", "1", marks=pytest.mark.long), ("named", "0")]
+)
 def test_kill_in_the_middle_of_a_local_save(local_cluster, folder, moment, victim):
     """The survivor has named its part, or not: all restore the save before."""
     reports = run(local_cluster, folder, 20, "", moment, victim, "3", is_ending=True)

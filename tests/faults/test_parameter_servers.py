@@ -337,10 +337,8 @@ def kill_at_random(job, num_kills, seed, at_once=20, is_enough=lambda: True):
     return count, len(killed)
 
 
-@pytest.mark.parametrize(
-    "num_kills", [5, pytest.param(100, marks=[pytest.mark.long, pytest.mark.timeout(600)])]
-)
-@pytest.mark.rest
+@pytest.mark.parametrize("num_kills", [5, pytest.param(100, marks=pytest.mark.timeout(600))])
+@pytest.mark.long
 def test_the_counter_is_exact(job, num_kills):
     count, _ = kill_at_random(job, num_kills, seed=num_kills)
     assert job.counts == [count, count]

@@ -182,7 +182,7 @@ def test_two_hundred_trials_of_random_kills(job_of, seed):
 @pytest.mark.parametrize(
     ("kind", "arguments"),
     [
-        ("accumulated", "'accumulated', 96"),
+        pytest.param("accumulated", "'accumulated', 96", marks=pytest.mark.long),
         ("several steps in one execution", "'plain', 96, steps_per_execution=4"),
         pytest.param("equal batches in order", "'normalized', 50, shuffle=False", marks=pytest.mark.long),
     ],
@@ -234,7 +234,7 @@ def test_stopped_worker_that_wakes_in_time_is_not_dead(job_of, victim):
     assert not any(map(LOGGED.search, job.lines)), said(job)
 
 
-@pytest.mark.rest
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_worker_that_was_given_up_ends_itself_when_it_wakes(job_of, monkeypatch):
     expected = undisturbed_bits(job_of, 3, "'plain', 96")
@@ -267,7 +267,7 @@ def test_fewer_than_min_workers_restart_from_the_checkpoint(job_of):
     assert num_steps < 2 * NUM_STEPS - 30  # it has not begun from scratch
 
 
-@pytest.mark.rest
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_fewer_than_min_workers_end_without_restarts(job_of):
     with job_of(arguments="'plain', 96, pause_s=0.01, min_workers=2", workers=2) as job:
@@ -279,7 +279,7 @@ def test_fewer_than_min_workers_end_without_restarts(job_of):
     assert "min_workers" in said(job)
 
 
-@pytest.mark.rest
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_program_that_differs_in_one_worker_is_an_error_that_names_both(job_of):
     with job_of(arguments="'plain', 96, differs_in=1", workers=3) as job:

@@ -336,7 +336,7 @@ def test_task_that_does_not_end_is_terminated_and_then_killed(script, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("num_restarts", "code"), [(1, 5), (2, 0), pytest.param(9, 0, marks=pytest.mark.rest)]
+    ("num_restarts", "code"), [(1, 5), (2, 0), pytest.param(9, 0, marks=pytest.mark.long)]
 )
 def test_restarts(script, num_restarts, code):
     path = script("""

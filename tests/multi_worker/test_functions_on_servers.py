@@ -94,10 +94,8 @@ def test_per_worker_values(coordinator):
     assert {int(value.fetch(JOIN_S)) for value in values} <= {0, 1}
 
 
-@pytest.mark.rest
-@pytest.mark.parametrize(
-    "num_kills", [3, pytest.param(30, marks=[pytest.mark.long, pytest.mark.timeout(600)])]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("num_kills", [3, pytest.param(30, marks=pytest.mark.timeout(600))])
 def test_workers_are_killed_again_and_again_and_nothing_counts_twice(cluster, coordinator, num_kills):
     counter = counter_in(coordinator)
     iterator = iter(coordinator.create_per_worker_dataset(lambda: [np.int32(1)] * 100_000))
@@ -182,7 +180,11 @@ values[0].fetch(60)
 @pytest.mark.rest
 @pytest.mark.parametrize(
     ("end", "code"),
-    [pytest.param("", 0, marks=pytest.mark.long), ("sys.exit(3)", 3), ("raise OSError('the user')", 1)],
+    [
+        pytest.param("", 0, marks=pytest.mark.long),
+        ("sys.exit(3)", 3),
+        pytest.param("raise OSError('the user')", 1, marks=pytest.mark.long),
+    ],
 )
 def test_program_with_functions_in_flight_exits_with_its_code(cluster, end, code):
     cluster.wait_for_servers()
