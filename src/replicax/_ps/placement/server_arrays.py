@@ -38,10 +38,14 @@ class Shard:
 
 @final
 class Balance:
-    """Chooses the parameter server for the next shard: the first one with the fewest bytes."""
+    """Chooses the parameter server for the next shard: the first one with the fewest bytes.
 
-    def __init__(self, num_ps: int):
-        self.bytes_on = [0] * num_ps
+    Args:
+      bytes_on: The number of bytes on each server.
+    """
+
+    def __init__(self, bytes_on: Sequence[int]):
+        self.bytes_on = list(bytes_on)
 
     def take(self, num_bytes: int) -> int:
         """Returns the index of the server for a shard of this size."""
@@ -106,10 +110,6 @@ class ServerArray(RemoteArray):
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def key_on(self, ps: int) -> str:
-        """Returns the key of the copy on one server. The array must have copies."""
-        return self.shards[0].key if self.shards[0].ps == ps else self.copies[ps]
-
     def keys_on(self, ps: int) -> set[str]:
         """Returns the keys of all shards on one server, and of the copy there."""
         keys = {shard.key for shard in self.shards if shard.ps == ps}
@@ -124,26 +124,6 @@ class ServerArray(RemoteArray):
     def bytes_of(self, shard: Shard) -> int:
         """Returns the size of a shard in bytes."""
         return math.prod(self.shape_of(shard)) * self.dtype.itemsize
-
-    def place(self, balance: Balance) -> None:
-        """Places each shard on the server that has the fewest bytes."""
-        ranges: Sequence[tuple[int, int] | None] = self.row_ranges or (None,)
-        shards = []
-        for number, rows in enumerate(ranges):
-            part = f"{self.key}/part_{number}" if rows is not None else self.key
-            shard = Shard(0, part, rows)
-            shards.append(Shard(balance.take(self.bytes_of(shard)), part, rows))
-        self.shards = tuple(shards)
-
-    def place_with(self, other: ServerArray, balance: Balance) -> None:
-        """Places the shards beside those of ``other``, with the same row ranges."""
-        self.row_ranges = other.row_ranges
-        self.shards = tuple(
-            Shard(shard.ps, f"{self.key}/part_{number}" if shard.rows is not None else self.key, shard.rows)
-            for number, shard in enumerate(other.shards)
-        )
-        for shard in self.shards:
-            balance.add(shard.ps, self.bytes_of(shard))
 
     @property
     def places(self) -> list[tuple[str, tuple[int, int] | None, int]]:
