@@ -19,7 +19,7 @@ from replicax._ps.client.server_contents import NewShard, ServerContents
 from replicax._ps.client.shared_arrays import SharedArrays
 from replicax._ps.client.tasks import Tasks
 from replicax._ps.placement.placement_plan import ArrayPlace, PlacementNeeds, PlacementPlan
-from replicax._ps.placement.placement_rules import (
+from replicax._ps.placement.placing_rules import (
     PlacementState,
     after_those_beside,
     arrays_to_create,

@@ -12,7 +12,7 @@ from typing import Any, final
 from replicax._ps.client.server_contents import ServerContents
 from replicax._ps.client.tasks import Share
 from replicax._ps.client.waiting import Awaited, wait_for
-from replicax._ps.placement.placement_rules import copy_key
+from replicax._ps.placement.placing_rules import copy_key
 from replicax._ps.placement.server_arrays import Balance, ServerArray
 from replicax._ps.programs.programs import Shard
 from replicax._src.program_kit.errors import ProgramMismatchError

@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, Protocol, final
 
 import jax
 import numpy as np
 
 from replicax._src.program_kit.variables import RemoteArray
-
-if TYPE_CHECKING:
-    from replicax._ps.client.session import Session
 
 _TABLE_BYTES = 1 << 20
 
@@ -62,6 +59,27 @@ class Balance:
         self.bytes_on[ps] -= max(num_bytes, 1)
 
 
+class ArrayHolder(Protocol):
+    """The session that has the values of arrays: ``_ps/client/session.py``."""
+
+    @property
+    def num_ps(self) -> int: ...
+
+    def make(self, arrays: Sequence[ServerArray]) -> None:
+        """Creates arrays on the servers that are not there yet."""
+
+    def read(self, arrays: Sequence[ServerArray]) -> list[np.ndarray]:
+        """Returns the full values of arrays, of one moment."""
+        ...
+
+    def read_rows(self, array: ServerArray, ids: np.ndarray) -> np.ndarray:
+        """Returns a copy of the rows of an array at ``ids`` [n]."""
+        ...
+
+    def assign(self, array: ServerArray, value: np.ndarray) -> None:
+        """Replaces a value, on every server that has a shard or a copy of it."""
+
+
 @final
 class ServerArray(RemoteArray):
     """A value on parameter servers. It has no shards before its first use, so that it can be placed beside another.
@@ -81,7 +99,7 @@ class ServerArray(RemoteArray):
 
     def __init__(
         self,
-        holder: Session,
+        holder: ArrayHolder,
         name: str,
         shape: Sequence[int],
         dtype: Any,

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from replicax._ps.placement.placement_plan import PlacementNeeds, PlacementPlan, Places
-from replicax._ps.placement.placement_rules import check_may_be_whole, servers_of
+from replicax._ps.placement.placing_rules import check_may_be_whole, servers_of
 from replicax._ps.placement.server_arrays import ServerArray
 from replicax._ps.programs.assignments import assignment_program
 from replicax._ps.programs.iterator_inputs import Elements, Offer, has_parts, joined_parts
