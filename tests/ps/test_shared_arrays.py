@@ -133,7 +133,9 @@ def test_array_is_moved_once_and_found_there(session):
     beside = PlacementNeeds([theirs, their_slot], colocated=[(their_slot, theirs)])
     message(UnavailableError, lambda: worker.plan(beside), "to create the variable 'slot'")
     chief.plan(PlacementNeeds([ours, slot], colocated=[(slot, ours)]))
+    layout = worker.layout
     plan = worker.plan(beside)
+    assert worker.layout > layout, "functions that were traced before look at its place again"
     assert worker.carry_out(plan)
     assert plan.places[their_slot].shards == slot.shards
     assert slot.shards == their_slot.shards
@@ -144,7 +146,9 @@ def test_copies_are_created_once_and_assigned_by_all(session):
     chief, worker = session("chief 0"), session("worker 0")
     ours, theirs = new(chief, "rate", [1]), new(worker, "rate", [0])
     chief.plan(PlacementNeeds([ours], copied=[(ours, None)]))
+    layout = worker.layout
     worker.assign(theirs, np.asarray([3], np.float32))  # the worker has not used the copy
+    assert worker.layout > layout, "functions that were traced before look for the copy"
     assert value_of(chief, ours) == [3]
     worker.plan(PlacementNeeds([theirs], copied=[(theirs, None)]))
     assert theirs.copies == ours.copies == {1: "0:rate:@1"}

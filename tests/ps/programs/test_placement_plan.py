@@ -256,6 +256,58 @@ def test_another_plan_is_made_if_a_variable_is_created_in_the_meantime(monkeypat
     assert [len(plan.created) for plan in plans] == [1, 0]
 
 
+def adam_on_three_servers():
+    strategy = servers(3)
+    with strategy.scope():
+        kept = [keras.Variable(np.zeros(n, np.float32)) for n in (5, 4, 3)]
+        optimizer = keras.optimizers.Adam(0.1)
+        optimizer.build(kept)
+    return strategy, optimizer, lambda: optimizer.apply([np.ones(n, np.float32) for n in (5, 4, 3)], kept)
+
+
+@pytest.fixture
+def requests(monkeypatch):
+    """The operations that are sent to each server, in order; and those that fail, as (server, operation, how many
+    before)."""
+    sent, failing, send = {}, [], store_connections.StoreConnection.send
+
+    def recording(connection, message, timeout_s=60.0):
+        ops = sent.setdefault(connection._task, [])
+        ops.append(message.header["op"])
+        if (connection._task, ops[-1], ops.count(ops[-1])) in failing:
+            raise ValueError(f"{connection._task} fails")
+        send(connection, message, timeout_s)
+
+    monkeypatch.setattr(store_connections.StoreConnection, "send", recording)
+    return sent, failing
+
+
+@pytest.mark.quick
+def test_all_variables_of_a_server_are_created_in_one_request_and_all_copies_in_another(requests):
+    strategy, _, step = adam_on_three_servers()
+    prepared = strategy.closures.prepare(step)
+    assert prepared.traced.is_valid()
+    ops = {ps: [op for op in sent if op != "program"] for ps, sent in requests[0].items()}
+    assert set(ops) == {"ps 0", "ps 1", "ps 2"}
+    assert all(
+        each in (["create", "create"], ["create", "step", "create"], ["create", "step"])
+        for each in ops.values()
+    )
+
+
+@pytest.mark.quick
+def test_function_runs_after_a_copy_of_its_variables_failed(requests):
+    strategy, optimizer, step = adam_on_three_servers()
+    requests[1].append(("ps 1", "create", 2))
+    with pytest.raises(ValueError, match="ps 1 fails"):
+        strategy.run_here(step)
+    strategy.run_here(step)
+    clients, iterations = strategy.session.servers, optimizer.iterations._value
+    copies = [Shard(ps, key) for ps, key in iterations.copies.items()]
+    assert len(copies) == 2
+    assert [value.tolist() for value in clients.read([[copy] for copy in copies])] == [1, 1]
+
+
 # --- after a move -------------------------------------------------------------------------------------
 
 

@@ -322,7 +322,8 @@ class Session:
             dropping = self._made.get(array)
             if dropping is not None:
                 dropping.detach()
-            self._forget_shards(array)
+            for shard in array.shards:
+                self._balance.remove(shard.ps, array.bytes_of(shard))
             self._put(array, plan)
         self.layout += 1
         self._contents.drop(old)
@@ -333,11 +334,15 @@ class Session:
         arrays = list(dict.fromkeys(array for array, _ in plan.copied))
         values = dict(zip(arrays, self.servers.read([array.shards for array in arrays]), strict=True))
         copies = [(array, Shard(ps, plan.places[array].copies[ps])) for array, ps in plan.copied]
-        self._contents.create(
-            [NewShard(shard, array.shape, array.dtype, values[array]) for array, shard in copies]
-        )
-        for array, shard in copies:
-            self._set_copy(array, shard)
+        for ps in sorted(
+            {shard.ps for _, shard in copies}
+        ):  # a failure of one leaves the copies on others known
+            there = [(array, shard) for array, shard in copies if shard.ps == ps]
+            self._contents.create(
+                [NewShard(shard, array.shape, array.dtype, values[array]) for array, shard in there]
+            )
+            for array, shard in there:
+                self._set_copy(array, shard)
 
     def _put(self, array: ServerArray, plan: PlacementPlan) -> None:
         """Records the place of an array that the servers have there."""
