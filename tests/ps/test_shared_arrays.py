@@ -10,6 +10,7 @@ from replicax._ps.client.server_contents import ServerContents
 from replicax._ps.client.session import Session
 from replicax._ps.client.shared_arrays import SharedArrays
 from replicax._ps.client.tasks import Share
+from replicax._ps.placement.placement_plan import PlacementNeeds
 from replicax._ps.placement.server_arrays import ServerArray
 from replicax._ps.programs.programs import Shard
 from replicax._ps.store.store import Store
@@ -129,9 +130,14 @@ def test_array_is_moved_once_and_found_there(session):
     assert slot.shards[0].ps != ours.shards[0].ps
     value_of(worker, their_slot)
     worker.make([theirs])
-    message(UnavailableError, lambda: worker.colocate(their_slot, theirs), "to create the variable 'slot'")
-    chief.colocate(slot, ours)
-    worker.colocate(their_slot, theirs)
+    beside = PlacementNeeds([theirs, their_slot], colocated=[(their_slot, theirs)])
+    message(UnavailableError, lambda: worker.plan(beside), "to create the variable 'slot'")
+    chief.plan(PlacementNeeds([ours, slot], colocated=[(slot, ours)]))
+    layout = worker.layout
+    plan = worker.plan(beside)
+    assert worker.layout > layout, "functions that were traced before look at its place again"
+    assert worker.carry_out(plan)
+    assert plan.places[their_slot].shards == slot.shards
     assert slot.shards == their_slot.shards
     assert value_of(worker, their_slot) == [2]
 
@@ -139,10 +145,12 @@ def test_array_is_moved_once_and_found_there(session):
 def test_copies_are_created_once_and_assigned_by_all(session):
     chief, worker = session("chief 0"), session("worker 0")
     ours, theirs = new(chief, "rate", [1]), new(worker, "rate", [0])
-    chief.copy_to(ours, 1)
+    chief.plan(PlacementNeeds([ours], copied=[(ours, None)]))
+    layout = worker.layout
     worker.assign(theirs, np.asarray([3], np.float32))  # the worker has not used the copy
+    assert worker.layout > layout, "functions that were traced before look for the copy"
     assert value_of(chief, ours) == [3]
-    worker.copy_to(theirs, 1)
+    worker.plan(PlacementNeeds([theirs], copied=[(theirs, None)]))
     assert theirs.copies == ours.copies == {1: "0:rate:@1"}
     assert worker.servers.read([[Shard(1, "0:rate:@1")]])[0].tolist() == [3]
 

@@ -16,13 +16,23 @@ import numpy as np
 from replicax._ps.client.groups import Groups
 from replicax._ps.client.server_clients import ServerClients
 from replicax._ps.client.server_contents import NewShard, ServerContents
-from replicax._ps.client.shared_arrays import SharedArrays, copy_key
+from replicax._ps.client.shared_arrays import SharedArrays
 from replicax._ps.client.tasks import Tasks
+from replicax._ps.placement.placement_plan import ArrayPlace, PlacementNeeds, PlacementPlan
+from replicax._ps.placement.placing_rules import (
+    PlacementState,
+    after_those_beside,
+    arrays_to_create,
+    check_may_be_whole,
+    copy_key,
+    plan_placement,
+    servers_of,
+)
 from replicax._ps.placement.server_arrays import Balance, ServerArray
 from replicax._ps.programs.programs import Shard, UpdateProgram
 from replicax._ps.store.group_rules import View
 from replicax._ps.transport.transport import TaskClient
-from replicax._src.program_kit.errors import DeviceError, UnsupportedError
+from replicax._src.program_kit.errors import DeviceError
 
 log = logging.getLogger("replicax")
 
@@ -64,7 +74,7 @@ class Session:
       client: A random id of this program, which numbers its closures.
       epoch: A counter of the known changes of variables. Values that workers have read in an earlier epoch are old.
       platforms, worker_platforms: The platforms of the servers, and of the workers that have connected.
-      num_made: The number of keys given to arrays, which grows when arrays are created.
+      num_made: The number of arrays that were created or moved so far.
       devices_per_worker: The number of devices of each worker that are used.
       layout: A counter of moves and copies of shards, which functions that were traced earlier may not know of.
       before_close: A function that is called before the session ends.
@@ -96,13 +106,14 @@ class Session:
         self.platforms = tuple(platforms)
         self._lock = threading.RLock()  # held while arrays are created, which waits for servers
         self._state_lock = threading.Lock()  # never held during a wait
-        self._balance = Balance(len(servers))
+        self._balance = Balance([0] * len(servers))
         self._unmade: list[weakref.ref[ServerArray]] = []
         self._made: weakref.WeakKeyDictionary[ServerArray, weakref.finalize | None] = (
             weakref.WeakKeyDictionary()
         )
-        self.num_made = 0
-        self._dropped: deque[_Dropped] = deque()
+        self.num_made = self._next_key = 0
+        self._dropped: deque[_Dropped] = deque()  # by garbage collection, which takes no lock
+        self._unwanted: list[_Dropped] = []  # those of them that the servers still have
         self._num_uses: Counter[tuple[int, str]] = Counter()  # uses of programs, by server and digest
         self._has_warned = False
 
@@ -183,43 +194,78 @@ class Session:
             self._unmade.append(weakref.ref(array))
         return array
 
+    def plan(self, needs: PlacementNeeds) -> PlacementPlan:
+        """Returns the plan for what a function needs. It sends nothing, and changes nothing on the servers.
+
+        If programs share the servers, only the servers know where the chief has put a value. Then it asks them, and
+        places the values, so that the plan has nothing left to do.
+
+        Raises:
+          UnsupportedError: An array must be kept whole, but exists in shards.
+          UnavailableError: The chief has not created an array in time.
+        """
+        with self._lock:
+            if self._shared is not None:
+                return self._placed_shared(needs, self._shared)
+            self._count_dropped()
+            state = PlacementState(self._registered(), self._balance.bytes_on, self._next_key)
+            plan = plan_placement(needs, state)
+            self._next_key += len(plan.created) + len(plan.moved)
+            return plan
+
+    def carry_out(self, plan: PlacementPlan) -> bool:
+        """Creates, moves and copies arrays on the servers.
+
+        Returns:
+          False if another thread has placed one of the arrays since the plan was made. Nothing has happened then: make
+          another plan.
+        """
+        with self._lock:
+            if not plan.is_current:
+                return False
+            self._drop_waiting()
+            self._create(plan)
+            self._move(plan)
+            self._copy(plan)
+            return True
+
     def make(self, arrays: Sequence[ServerArray]) -> None:
         """Creates arrays on the servers, with all registered ones that have no array to stand beside."""
         with self._lock:
             self._drop_waiting()
-            missing = {id(array) for array in arrays if not array.is_made}
-            if not missing:
+            if all(array.is_made for array in arrays):
                 return
-            if self._shared is not None and not self._shared.is_chief:
-                self._make_shared([array for array in arrays if id(array) in missing], self._shared)
-                return
-            waiting = [array for ref in self._unmade if (array := ref()) is not None and not array.is_made]
-            last = max((n for n, array in enumerate(waiting) if id(array) in missing), default=-1)
-            chosen = [
-                a
-                for n, a in enumerate(waiting)
-                if id(a) in missing or (n < last and a.colocated_with is None)
-            ]
             if self._shared is not None:
-                self._make_shared(chosen, self._shared)
+                self._make_shared(arrays, self._shared)
                 return
-            made: list[ServerArray] = []
-            try:
-                for array in _with_those_beside(chosen):
-                    self._place(array)
-                    made.append(array)
-                self._create(made)
-            except BaseException:
-                for array in made:  # the next use of the arrays tries again
-                    self._forget_shards(array)
-                raise
-            self._forget_made()
+            is_done = self.carry_out(self.plan(PlacementNeeds(arrays)))
+            assert is_done  # nobody else has held the lock
+
+    def _placed_shared(self, needs: PlacementNeeds, shared: SharedArrays) -> PlacementPlan:
+        """Places the arrays of programs that share the servers. Returns a plan that has nothing left to do."""
+        for array in needs.kept_whole:
+            check_may_be_whole(array)
+            array.row_ranges = ()
+        for array, other in needs.colocated:
+            self._colocate_shared(array, other, shared)
+        self.make(needs.used)
+        for array, near in needs.copied:
+            self.make([array])
+            every = range(self.num_ps)
+            for ps in every if near is None else servers_of(near, {a: ArrayPlace.of(a) for a in near}):
+                self._copy_shared(array, ps, shared)
+        places = {array: ArrayPlace.of(array) for array in needs.used}
+        return PlacementPlan(places, places)
 
     def _make_shared(self, arrays: Sequence[ServerArray], shared: SharedArrays) -> None:
         """Creates or finds arrays that other programs use, too. They stay on the servers when this program drops
         them.
         """
-        wanted = _with_those_beside(arrays)
+        missing = [array for array in arrays if not array.is_made]
+        if shared.is_chief:
+            wanted = arrays_to_create(missing, self._registered())
+        else:
+            wanted = after_those_beside(missing)
         absent = shared.place(wanted, self._balance)
         try:
             self._create_shards(absent)
@@ -240,6 +286,10 @@ class Session:
         with self._state_lock:
             return list(self._made)
 
+    def _registered(self) -> list[ServerArray]:
+        """Returns the arrays that do not exist yet, in the order of their registration."""
+        return [array for ref in self._unmade if (array := ref()) is not None and not array.is_made]
+
     def _forget_shards(self, array: ServerArray) -> None:
         for shard in array.shards:
             self._balance.remove(shard.ps, array.bytes_of(shard))
@@ -248,22 +298,69 @@ class Session:
     def _forget_made(self) -> None:
         self._unmade = [ref for ref in self._unmade if (a := ref()) is not None and not a.is_made]
 
-    def _place(self, array: ServerArray) -> None:
-        array.key = f"{self.num_made}:{array.name}"
-        self.num_made += 1
-        if array.colocated_with is not None:
-            array.place_with(array.colocated_with, self._balance)
-        else:
-            array.place(self._balance)
+    def _create(self, plan: PlacementPlan) -> None:
+        if plan.created:
+            new = [(array, shard) for array in plan.created for shard in plan.places[array].shards]
+            self._create_shards(new)
+            for array in plan.created:
+                self._put(array, plan)
+            self._forget_made()
 
-    def _create(self, arrays: Sequence[ServerArray]) -> None:
-        self._create_shards([(array, shard) for array in arrays for shard in array.shards])
-        for array in arrays:
-            array.initial = None
-            sized = [(shard, array.bytes_of(shard)) for shard in array.shards]
-            dropping = weakref.finalize(array, _drop, self._dropped, sized, array.copies, array.num_bytes)
-            dropping.atexit = False
-            self._set_made(array, dropping)
+    def _move(self, plan: PlacementPlan) -> None:
+        """Moves arrays. The old shards are dropped last, so that a failure leaves each array at a place that has it."""
+        if not plan.moved:
+            return
+        values = self.servers.read([array.shards for array in plan.moved])
+        new = [
+            NewShard(shard, array.shape_of(shard), array.dtype, _part_of(value, array, shard))
+            for array, value in zip(plan.moved, values, strict=True)
+            for shard in plan.places[array].shards
+        ]
+        self._contents.create(new, if_absent=True)
+        old = [shard for array in plan.moved for shard in array.shards]
+        for array in plan.moved:
+            dropping = self._made.get(array)
+            if dropping is not None:
+                dropping.detach()
+            for shard in array.shards:
+                self._balance.remove(shard.ps, array.bytes_of(shard))
+            self._put(array, plan)
+        self.layout += 1
+        self._contents.drop(old)
+
+    def _copy(self, plan: PlacementPlan) -> None:
+        if not plan.copied:
+            return
+        arrays = list(dict.fromkeys(array for array, _ in plan.copied))
+        values = dict(zip(arrays, self.servers.read([array.shards for array in arrays]), strict=True))
+        copies = [(array, Shard(ps, plan.places[array].copies[ps])) for array, ps in plan.copied]
+        for ps in sorted(
+            {shard.ps for _, shard in copies}
+        ):  # a failure of one leaves the copies on others known
+            there = [(array, shard) for array, shard in copies if shard.ps == ps]
+            self._contents.create(
+                [NewShard(shard, array.shape, array.dtype, values[array]) for array, shard in there]
+            )
+            for array, shard in there:
+                self._set_copy(array, shard)
+
+    def _put(self, array: ServerArray, plan: PlacementPlan) -> None:
+        """Records the place of an array that the servers have there."""
+        place = plan.places[array]
+        array.key, array.row_ranges, array.shards = place.key, place.row_ranges, place.shards
+        array.colocated_with, array.initial = plan.beside.get(array), None
+        self.num_made += 1
+        for shard in array.shards:
+            self._balance.add(shard.ps, array.bytes_of(shard))
+        sized = [(shard, array.bytes_of(shard)) for shard in array.shards]
+        dropping = weakref.finalize(array, _drop, self._dropped, sized, array.copies, array.num_bytes)
+        dropping.atexit = False
+        self._set_made(array, dropping)
+
+    def _set_copy(self, array: ServerArray, shard: Shard) -> None:
+        array.copies[shard.ps] = shard.key
+        self._balance.add(shard.ps, array.num_bytes)
+        self.layout += 1
 
     def _create_shards(self, shards: Sequence[tuple[ServerArray, Shard]]) -> None:
         new = [
@@ -282,63 +379,39 @@ class Session:
             made = program(start, stop, self.platforms)
             if made is not None:
                 return made
-        value = np.asarray(array.initial(), array.dtype)
-        part = value if shard.rows is None else value[shard.rows[0] : shard.rows[1]]
-        return np.asarray(part, order="C").reshape(array.shape_of(shard))
+        return _part_of(np.asarray(array.initial(), array.dtype), array, shard)
 
-    def keep_whole(self, array: ServerArray) -> None:
-        """Keeps an array on one server, without shards.
-
-        Raises:
-          UnsupportedError: The servers already have it in shards.
-        """
-        with self._lock:
-            if array.is_made and array.row_ranges:
-                raise UnsupportedError(
-                    f"The optimizer needs variable {array.name!r} without shards, but the parameter servers "
-                    f"have it in {len(array.row_ranges)} shards, because it was used before the first training "
-                    "step was traced. Train first, or have the variable_partitioner leave it in one shard."
-                )
-            array.row_ranges = ()
-
-    def colocate(self, array: ServerArray, other: ServerArray) -> None:
-        """Places the shards of an array on the servers that have another array's shards, and moves them if needed."""
-        with self._lock:
-            if not array.is_made:
-                array.colocated_with = other
-                return
-            self.make([other])
-            if [(p.ps, p.rows) for p in array.shards] == [(p.ps, p.rows) for p in other.shards]:
-                return
-            if self._shared is not None and not self._shared.is_chief:
-                self._shared.wait_colocated(array, other)
+    def _colocate_shared(self, array: ServerArray, other: ServerArray, shared: SharedArrays) -> None:
+        """Places the shards of an array beside another one's. The chief moves an existing one, and the others wait."""
+        if not array.is_made:
+            array.colocated_with = other
+            return
+        self.make([other])
+        if ArrayPlace.of(array).is_beside(ArrayPlace.of(other)):
+            return
+        try:
+            if not shared.is_chief:
+                shared.wait_colocated(array, other)
                 return
             (value,) = self.servers.read([array.shards])
             self._contents.drop(array.shards)
-            dropping = self._made.get(array)
-            if dropping is not None:
-                dropping.detach()
             self._forget_shards(array)
             array.colocated_with = other
             array.initial = lambda: value
             self._unmade.append(weakref.ref(array))
             self.make([array])
+        finally:
             self.layout += 1
 
-    def copy_to(self, array: ServerArray, ps: int) -> None:
+    def _copy_shared(self, array: ServerArray, ps: int, shared: SharedArrays) -> None:
         """Makes sure that a server has a copy of a small array without shards."""
-        with self._lock:
-            self.make([array])
-            if array.shards[0].ps == ps or ps in array.copies:
-                return
-            shard = Shard(ps, copy_key(array, ps))
-            if self._shared is None or not self._shared.has_copy(array, ps):
-                (value,) = self.servers.read([array.shards])
-                is_shared = self._shared is not None
-                self._contents.create([NewShard(shard, array.shape, array.dtype, value)], if_absent=is_shared)
-            array.copies[ps] = shard.key
-            self._balance.add(ps, array.num_bytes)
-            self.layout += 1
+        if array.shards[0].ps == ps or ps in array.copies:
+            return
+        shard = Shard(ps, copy_key(array.key, ps))
+        if not shared.has_copy(array, ps):
+            (value,) = self.servers.read([array.shards])
+            self._contents.create([NewShard(shard, array.shape, array.dtype, value)], if_absent=True)
+        self._set_copy(array, shard)
 
     def restored(self, ps: int, keys: Collection[str] | None) -> list[str]:
         """Gives its programs to a parameter server that restarted from a snapshot, and has all values read again.
@@ -378,17 +451,21 @@ class Session:
         """True if a parameter server was given that program."""
         return self._contents.has_program(digest)
 
+    def _count_dropped(self) -> None:
+        """Takes the shards of deleted variables off the balance. ``_drop_waiting`` drops them."""
+        for dropped in [self._dropped.popleft() for _ in range(len(self._dropped))]:
+            if dropped.shard is not None:
+                self._balance.remove(dropped.ps, dropped.num_bytes)
+            self._unwanted.append(dropped)
+
     def _drop_waiting(self) -> None:
         """Drops the shards and programs of deleted variables and functions from the servers."""
-        dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
+        self._count_dropped()
+        dropped, self._unwanted = self._unwanted, []
         if not dropped:
             return
         unused: list[tuple[int, str]] = []
-        for each in dropped:
-            if each.shard is not None:
-                self._balance.remove(each.ps, each.num_bytes)
-                continue
-            use = each.ps, each.program
+        for use in [(each.ps, each.program) for each in dropped if each.shard is None]:
             self._num_uses[use] -= 1
             if not self._num_uses[use]:
                 del self._num_uses[use]
@@ -417,7 +494,9 @@ class Session:
                     return
                 self.make([array])
             if self._shared is not None:
+                num_copies = len(array.copies)
                 self._shared.find_copies(array)
+                self.layout += len(array.copies) - num_copies
         shards = [(array.shards, value), *(((Shard(ps, key),), value) for ps, key in array.copies.items())]
         self._contents.assign(shards)
         self.renew()
@@ -437,20 +516,10 @@ class Session:
             self.epoch += 1
 
 
-def _with_those_beside(arrays: Sequence[ServerArray]) -> list[ServerArray]:
-    """Returns arrays to be created, each after the array that it stands beside, if that must be created, too."""
-    found: dict[ServerArray, None] = {}
-
-    def add(array: ServerArray) -> None:
-        if array.is_made or array in found:
-            return
-        if array.colocated_with is not None:
-            add(array.colocated_with)
-        found[array] = None
-
-    for array in arrays:
-        add(array)
-    return list(found)
+def _part_of(value: np.ndarray, array: ServerArray, shard: Shard) -> np.ndarray:
+    """Returns the part of an array's value that a shard has."""
+    part = value if shard.rows is None else value[shard.rows[0] : shard.rows[1]]
+    return np.asarray(part, order="C").reshape(array.shape_of(shard))
 
 
 @dataclass(frozen=True)

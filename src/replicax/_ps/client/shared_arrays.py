@@ -12,6 +12,7 @@ from typing import Any, final
 from replicax._ps.client.server_contents import ServerContents
 from replicax._ps.client.tasks import Share
 from replicax._ps.client.waiting import Awaited, wait_for
+from replicax._ps.placement.placing_rules import copy_key
 from replicax._ps.placement.server_arrays import Balance, ServerArray
 from replicax._ps.programs.programs import Shard
 from replicax._src.program_kit.errors import ProgramMismatchError
@@ -82,7 +83,7 @@ class SharedArrays:
 
     def has_copy(self, array: ServerArray, ps: int) -> bool:
         """True if a server has a copy of an array. A program that is not the chief waits until it has."""
-        key = copy_key(array, ps)
+        key = copy_key(array.key, ps)
         if self.is_chief:
             return key in self._contents.find([key])[ps]
         self._until(lambda: [] if key in self._contents.find([key])[ps] else [array.name])
@@ -90,9 +91,9 @@ class SharedArrays:
 
     def find_copies(self, array: ServerArray) -> None:
         """Finds the copies that other programs have made."""
-        found = self._contents.find([copy_key(array, ps) for ps in range(array.holder.num_ps)])
+        found = self._contents.find([copy_key(array.key, ps) for ps in range(array.holder.num_ps)])
         array.copies |= {
-            ps: copy_key(array, ps) for ps, there in enumerate(found) if copy_key(array, ps) in there
+            ps: key for ps, there in enumerate(found) if (key := copy_key(array.key, ps)) in there
         }
 
     def _place(self, array: ServerArray, found: Found, balance: Balance) -> list[Shard]:
@@ -163,11 +164,6 @@ class SharedArrays:
             return Awaited(f"{chief} to create the variable {what} on the parameter servers", why, chief)
 
         wait_for(awaited, self._share.member, self._limit_s)
-
-
-def copy_key(array: ServerArray, ps: int) -> str:
-    """Returns the key of the copy of an array on a server."""
-    return f"{array.key}@{ps}"
 
 
 def _keys(array: ServerArray) -> list[str]:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, Protocol, final
 
 import jax
 import numpy as np
 
 from replicax._src.program_kit.variables import RemoteArray
-
-if TYPE_CHECKING:
-    from replicax._ps.client.session import Session
 
 _TABLE_BYTES = 1 << 20
 
@@ -38,10 +35,14 @@ class Shard:
 
 @final
 class Balance:
-    """Chooses the parameter server for the next shard: the first one with the fewest bytes."""
+    """Chooses the parameter server for the next shard: the first one with the fewest bytes.
 
-    def __init__(self, num_ps: int):
-        self.bytes_on = [0] * num_ps
+    Args:
+      bytes_on: The number of bytes on each server.
+    """
+
+    def __init__(self, bytes_on: Sequence[int]):
+        self.bytes_on = list(bytes_on)
 
     def take(self, num_bytes: int) -> int:
         """Returns the index of the server for a shard of this size."""
@@ -56,6 +57,27 @@ class Balance:
     def remove(self, ps: int, num_bytes: int) -> None:
         """Removes a shard from the count."""
         self.bytes_on[ps] -= max(num_bytes, 1)
+
+
+class ArrayHolder(Protocol):
+    """The session that has the values of arrays: ``_ps/client/session.py``."""
+
+    @property
+    def num_ps(self) -> int: ...
+
+    def make(self, arrays: Sequence[ServerArray]) -> None:
+        """Creates arrays on the servers that are not there yet."""
+
+    def read(self, arrays: Sequence[ServerArray]) -> list[np.ndarray]:
+        """Returns the full values of arrays, of one moment."""
+        ...
+
+    def read_rows(self, array: ServerArray, ids: np.ndarray) -> np.ndarray:
+        """Returns a copy of the rows of an array at ``ids`` [n]."""
+        ...
+
+    def assign(self, array: ServerArray, value: np.ndarray) -> None:
+        """Replaces a value, on every server that has a shard or a copy of it."""
 
 
 @final
@@ -77,7 +99,7 @@ class ServerArray(RemoteArray):
 
     def __init__(
         self,
-        holder: Session,
+        holder: ArrayHolder,
         name: str,
         shape: Sequence[int],
         dtype: Any,
@@ -106,10 +128,6 @@ class ServerArray(RemoteArray):
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def key_on(self, ps: int) -> str:
-        """Returns the key of the copy on one server. The array must have copies."""
-        return self.shards[0].key if self.shards[0].ps == ps else self.copies[ps]
-
     def keys_on(self, ps: int) -> set[str]:
         """Returns the keys of all shards on one server, and of the copy there."""
         keys = {shard.key for shard in self.shards if shard.ps == ps}
@@ -124,26 +142,6 @@ class ServerArray(RemoteArray):
     def bytes_of(self, shard: Shard) -> int:
         """Returns the size of a shard in bytes."""
         return math.prod(self.shape_of(shard)) * self.dtype.itemsize
-
-    def place(self, balance: Balance) -> None:
-        """Places each shard on the server that has the fewest bytes."""
-        ranges: Sequence[tuple[int, int] | None] = self.row_ranges or (None,)
-        shards = []
-        for number, rows in enumerate(ranges):
-            part = f"{self.key}/part_{number}" if rows is not None else self.key
-            shard = Shard(0, part, rows)
-            shards.append(Shard(balance.take(self.bytes_of(shard)), part, rows))
-        self.shards = tuple(shards)
-
-    def place_with(self, other: ServerArray, balance: Balance) -> None:
-        """Places the shards beside those of ``other``, with the same row ranges."""
-        self.row_ranges = other.row_ranges
-        self.shards = tuple(
-            Shard(shard.ps, f"{self.key}/part_{number}" if shard.rows is not None else self.key, shard.rows)
-            for number, shard in enumerate(other.shards)
-        )
-        for shard in self.shards:
-            balance.add(shard.ps, self.bytes_of(shard))
 
     @property
     def places(self) -> list[tuple[str, tuple[int, int] | None, int]]:

@@ -11,6 +11,8 @@ from typing import Any, Protocol, final
 import jax
 import numpy as np
 
+from replicax._ps.placement.placement_plan import PlacementNeeds, PlacementPlan, Places
+from replicax._ps.placement.placing_rules import check_may_be_whole, servers_of
 from replicax._ps.placement.server_arrays import ServerArray
 from replicax._ps.programs.assignments import assignment_program
 from replicax._ps.programs.iterator_inputs import Elements, Offer, has_parts, joined_parts
@@ -24,7 +26,7 @@ from replicax._ps.programs.programs import (
     WorkerProgram,
 )
 from replicax._ps.programs.server_updates import UpdateBuilder
-from replicax._ps.programs.tracing import trace_function
+from replicax._ps.programs.tracing import TracedFunction, trace_function
 from replicax._ps.programs.variable_changes import Applied, Assigned
 from replicax._ps.programs.worker_side import WorkerBuilder
 from replicax._src.program_kit.captures import Binding
@@ -38,7 +40,7 @@ _KEPT_WHOLE = (
 
 
 class Servers(Protocol):
-    """The placement of the variables: ``_ps/client/session.py``."""
+    """What programs must know of the parameter servers: ``_ps/client/session.py``."""
 
     @property
     def num_ps(self) -> int: ...
@@ -47,22 +49,6 @@ class Servers(Protocol):
     def platforms(self) -> Sequence[str]:
         """The platforms of the parameter servers."""
         ...
-
-    def make(self, arrays: Sequence[ServerArray]) -> None:
-        """Creates arrays on the servers that are not there yet."""
-
-    def keep_whole(self, array: ServerArray) -> None:
-        """Keeps an array on one server, without shards.
-
-        Raises:
-          UnsupportedError: The servers already have it in shards.
-        """
-
-    def colocate(self, array: ServerArray, other: ServerArray) -> None:
-        """Places the shards of an array on the servers that have another array's shards."""
-
-    def copy_to(self, array: ServerArray, ps: int) -> None:
-        """Makes sure that a server has a copy of an array."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +61,7 @@ class RemoteClosure:
       constants: The arrays that the function closes over, by name; known once it was exported.
       tree, outputs: The structure of the function's result, and its leaves.
       elements: The elements that it takes of iterators.
-      arrays: The values on the servers that it reads or changes.
+      places: The values on the servers that it reads or changes, and the places that its programs are made for.
       num_replicas: The number of replicas of a worker, if it runs anything on all of them.
       round_key: A key that is equal for closures whose gradients are averaged; None if it has no such gradients.
     """
@@ -86,7 +72,7 @@ class RemoteClosure:
     tree: Any
     outputs: Sequence[Output]
     elements: Elements
-    arrays: Sequence[ServerArray]
+    places: Places
     num_replicas: int
     round_key: str | None = None
 
@@ -107,7 +93,60 @@ class RemoteClosure:
         return has_parts(self.tree)
 
 
-def place_closure(
+@final
+class TracedClosure:
+    """A function, traced for workers. Its programs are made once it is known where its values will be.
+
+    Attributes:
+      needs: Where it needs its values.
+    """
+
+    def __init__(
+        self,
+        traced: TracedFunction,
+        name: str,
+        servers: Servers,
+        binding_of: Callable[[Any], Binding],
+        num_averaged: int | None = None,
+    ):
+        self._traced, self._name = traced, name
+        self._arrays = Arrays(binding_of)
+        self._worker = WorkerBuilder(traced, self._arrays.of)
+        self._server_side = _ServerSide(self._worker, self._arrays, servers, num_averaged)
+        self.needs = self._server_side.needs()
+
+    def closure(self, plan: PlacementPlan) -> RemoteClosure:
+        """Makes the programs for the places in a plan. Another plan may need other programs."""
+        places = plan.places_of(self.needs.used)
+        programs = self._server_side.programs(self._name, places)
+        pushes = tuple(
+            Push(
+                builder.ps,
+                program.digest,
+                tuple(Operand(*operand) for operand in builder.operands),
+                builder.is_averaged,
+            )
+            for builder, program in programs
+        )
+        traced, worker, name = self._traced, self._worker, self._name
+
+        def export(platforms: Sequence[str]) -> WorkerProgram:
+            return worker.build(name, platforms, pushes, places)
+
+        return RemoteClosure(
+            export,
+            [(builder.ps, program) for builder, program in programs],
+            worker.constants,
+            traced.tree,
+            traced.variant.outputs[: traced.num_outputs],
+            traced.elements,
+            places,
+            traced.num_replicas,
+            self._server_side.round_key(programs, places),
+        )
+
+
+def trace_closure(
     call: Callable[[list[Any], Elements], Any],
     avals: Sequence[Any],
     name: str,
@@ -116,14 +155,14 @@ def place_closure(
     offer: Offer | None = None,
     num_averaged: int | None = None,
     num_replicas: int = 1,
-) -> RemoteClosure:
-    """Traces a function for workers.
+) -> TracedClosure:
+    """Traces a function for workers. It sends nothing: the session places the values that the function needs.
 
     Args:
       call: Calls the function with tracers of ``avals``, and the source of its iterators' elements.
       avals: The shapes and dtypes of its arguments.
       name: The name of the function, for messages.
-      servers: The placement of the variables.
+      servers: The number of the servers, and their platforms.
       binding_of: Returns the binding of a variable.
       offer: The elements that it takes, see ``Elements``.
       num_averaged: The number of closures whose gradients are averaged for one update; None for no averaging.
@@ -133,34 +172,7 @@ def place_closure(
       VariableError: It uses a variable that is not on the parameter servers.
     """
     traced = trace_function(call, avals, binding_of, offer, num_replicas)
-    arrays = Arrays(binding_of)
-    worker = WorkerBuilder(traced, arrays.of)
-    server_side = _ServerSide(worker, arrays, servers, num_averaged)
-    programs = server_side.programs(name)
-    pushes = tuple(
-        Push(
-            builder.ps,
-            program.digest,
-            tuple(Operand(*operand) for operand in builder.operands),
-            builder.is_averaged,
-        )
-        for builder, program in programs
-    )
-
-    def export(platforms: Sequence[str]) -> WorkerProgram:
-        return worker.build(name, platforms, pushes)
-
-    return RemoteClosure(
-        export,
-        [(builder.ps, program) for builder, program in programs],
-        worker.constants,
-        traced.tree,
-        traced.variant.outputs[: traced.num_outputs],
-        traced.elements,
-        arrays.all,
-        traced.num_replicas,
-        server_side.round_key(programs),
-    )
+    return TracedClosure(traced, name, servers, binding_of, num_averaged)
 
 
 @final
@@ -207,14 +219,12 @@ class _ServerSide:
     ):
         self._worker, self._arrays, self._servers = worker, arrays, servers
         self._num_averaged = num_averaged
-        self._updates: list[OptimizerUpdate] = []
+        self._updates = self._found_updates()
+        if num_averaged is not None:
+            self._check_order()
 
-    def programs(self, name: str) -> list[tuple[UpdateBuilder, UpdateProgram]]:
-        """Returns the programs of the servers that have something to do, with their builders.
-
-        Immediate changes and changes by averaged gradients are two programs of a server.
-        """
-        worker = self._worker
+    def _found_updates(self) -> list[OptimizerUpdate]:
+        worker, updates = self._worker, []
         for variable in worker.variables:
             self._arrays.of(variable)
         changed: set[int] = set()  # ids of variables that have changed since the worker read them
@@ -225,38 +235,66 @@ class _ServerSide:
                 )
                 _check_state_is_as_read(update, changed)
                 changed |= {id(variable) for variable in event.call.state}
-                self._updates.append(update)
+                updates.append(update)
                 worker.add_update(update, atoms)
             else:
+                self._arrays.of(event.binding.variable)
                 changed.add(id(event.binding.variable))
-        self._place()
+        return updates
+
+    def needs(self) -> PlacementNeeds:
+        """Returns where the function needs its values: the shards of a variable and of its optimizer slots on the same
+        servers, and a copy of shared state on each server that updates with it. Warns of variables that must not be
+        sharded.
+        """
+        kept: dict[ServerArray, None] = {}
+        for update in self._updates:
+            whole = [array for array in update.kept_whole if array.row_ranges and array not in kept]
+            for array in whole:
+                check_may_be_whole(array)
+            kept.update(dict.fromkeys(whole))
+            if whole:
+                names = ", ".join(repr(array.name) for array in whole)
+                log.warning(_KEPT_WHOLE, update.call.name, names)
+        return PlacementNeeds(
+            self._arrays.all,
+            list(kept),
+            [pair for update in self._updates for pair in update.slots],
+            [(a, self._near(update)) for update in self._updates for a in update.shared],
+        )
+
+    def programs(self, name: str, places: Places) -> list[tuple[UpdateBuilder, UpdateProgram]]:
+        """Returns the programs of the servers that have something to do, with their builders.
+
+        Immediate changes and changes by averaged gradients are two programs of a server.
+        """
         every = range(self._servers.num_ps)
         builders = {ps: UpdateBuilder(ps) for ps in every}
         of_updates = builders
         if self._num_averaged is not None:
             of_updates = {ps: UpdateBuilder(ps, is_averaged=True) for ps in every}
         updates = iter(enumerate(self._updates))
-        if self._num_averaged is not None:
-            self._check_order()
-        for event, atoms in worker.notes:
+        for event, atoms in self._worker.notes:
             if isinstance(event, Assigned):
-                self._add_assignment(builders, event, atoms[0])
+                self._add_assignment(builders, places, event, atoms[0])
             else:
-                self._add_update(of_updates, *next(updates), atoms)
+                self._add_update(of_updates, places, *next(updates), atoms)
         return [
             (builder, builder.build(self._servers.platforms, name))
             for builder in dict.fromkeys([*builders.values(), *of_updates.values()])
             if not builder.is_empty
         ]
 
-    def round_key(self, programs: Sequence[tuple[UpdateBuilder, UpdateProgram]]) -> str | None:
+    def round_key(
+        self, programs: Sequence[tuple[UpdateBuilder, UpdateProgram]], places: Places
+    ) -> str | None:
         """Returns a key that is equal if the same optimizers update the same variables, with operands of the same
         kinds.
         """
         averaged = [(builder.ps, program.averaged) for builder, program in programs if builder.is_averaged]
         if not averaged:
             return None
-        names = [[array.shards[0].key for array in update.arrays] for update in self._updates]
+        names = [[places[array].shards[0].key for array in update.arrays] for update in self._updates]
         return repr((averaged, names))
 
     def _check_order(self) -> None:
@@ -278,35 +316,21 @@ class _ServerSide:
                     "or use a constraint of the variable."
                 )
 
-    def _place(self) -> None:
-        """Places all arrays on the servers, with the shards of a variable and its optimizer bindings on the same
-        ones.
+    def _near(self, update: OptimizerUpdate) -> Sequence[ServerArray] | None:
+        """Returns the arrays whose servers take part in an update; None for all servers, if it changes shared state
+        that each server keeps.
         """
-        for update in self._updates:
-            whole = [array for array in update.kept_whole if array.row_ranges]
-            for array in whole:
-                self._servers.keep_whole(array)
-            if whole:
-                names = ", ".join(repr(array.name) for array in whole)
-                log.warning(_KEPT_WHOLE, update.call.name, names)
-            for binding, variable in update.slots:
-                self._servers.colocate(binding, variable)
-        self._servers.make(self._arrays.all)
-        for update in self._updates:
-            for array in update.shared:
-                for ps in self._places(update):
-                    self._servers.copy_to(array, ps)
+        return None if update.changes_shared else update.variables
 
-    def _places(self, update: OptimizerUpdate) -> Sequence[int]:
-        """Returns the servers that take part in an update: all, if it changes shared state that each server keeps."""
-        return range(self._servers.num_ps) if update.changes_shared else update.places()
-
-    def _add_assignment(self, builders: Mapping[int, UpdateBuilder], event: Assigned, value: Atom) -> None:
+    def _add_assignment(
+        self, builders: Mapping[int, UpdateBuilder], places: Places, event: Assigned, value: Atom
+    ) -> None:
         array = self._arrays.of(event.binding.variable)
+        place = places[array]
         program = assignment_program(event, value, self._worker.program)
         avals = [self._worker.aval_of(atom) for atom in program.operands]
-        copies = [Shard(ps, key) for ps, key in array.copies.items()]
-        for shard in [*array.shards, *copies]:
+        copies = [Shard(ps, key) for ps, key in place.copies.items()]
+        for shard in [*place.shards, *copies]:
             builder = builders[shard.ps]
             positions = []
             for atom, has_rows, (shape, dtype) in zip(
@@ -326,6 +350,7 @@ class _ServerSide:
     def _add_update(
         self,
         builders: Mapping[int, UpdateBuilder],
+        places: Places,
         number: int,
         update: OptimizerUpdate,
         gradients: Sequence[Atom],
@@ -342,8 +367,9 @@ class _ServerSide:
         def take_scalar(atom: Atom) -> Any:
             return self._worker.output(atom, number), None
 
-        for ps in self._places(update):
-            update.add_to(builders[ps], take_gradient, take_scalar)
+        near = self._near(update)
+        for ps in range(self._servers.num_ps) if near is None else servers_of(near, places):
+            update.add_to(builders[ps], places, take_gradient, take_scalar)
 
 
 def _check_state_is_as_read(update: OptimizerUpdate, changed: Collection[int]) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn, final
 
 import numpy as np
 
+from replicax._ps.placement.placement_plan import Places
 from replicax._ps.placement.server_arrays import ServerArray
 from replicax._ps.programs.operations import numbers_in
 from replicax._ps.programs.programs import NamedRows, Shard
@@ -107,6 +108,11 @@ class OptimizerUpdate:
         return list(dict.fromkeys(number for number in every if number not in self.traced.gradients))
 
     @property
+    def variables(self) -> list[ServerArray]:
+        """The arrays of the variables that it updates."""
+        return list(self._arrays)
+
+    @property
     def arrays(self) -> list[ServerArray]:
         """The arrays that it updates and keeps, in order."""
         return [*self._arrays, *self._state]
@@ -126,15 +132,6 @@ class OptimizerUpdate:
     def changes_shared(self) -> bool:
         """True if it changes state that all variables share, such as a count of steps."""
         return bool(self._new_shared)
-
-    def places(self) -> list[int]:
-        """Returns the servers that take part: those of the variables, and those that hold the shared state that
-        changes.
-        """
-        changed = (self._state[n] for n in self._shared if self.traced.state[n].is_changed)
-        return sorted(
-            {shard.ps for array in self._arrays for shard in array.shards} | {a.shards[0].ps for a in changed}
-        )
 
     # --- decisions for full variables ----------------------------------------------------------------------
 
@@ -193,36 +190,47 @@ class OptimizerUpdate:
 
     # --- the program of one server -------------------------------------------------------------------------
 
-    def add_to(self, builder: UpdateBuilder, take_gradient: TakeGradient, take_scalar: TakeScalar) -> None:
-        """Adds the steps of one server, once all arrays have been placed."""
+    def add_to(
+        self, builder: UpdateBuilder, places: Places, take_gradient: TakeGradient, take_scalar: TakeScalar
+    ) -> None:
+        """Adds the steps of one server, for these places of all arrays."""
         for i, array in enumerate(self._arrays):
-            for number, shard in enumerate(array.shards):
+            for number, shard in enumerate(places[array].shards):
                 if shard.ps == builder.ps:
-                    self._add_shard(builder, i, number, take_gradient(i, shard), take_scalar)
+                    self._add_shard(builder, places, i, number, take_gradient(i, shard), take_scalar)
         if self.changes_shared:  # last, because the updates of all shards use the old value
-            self._add(builder, self.traced, self._shared_sent, [], {}, take_scalar)
+            self._add(builder, places, self.traced, self._shared_sent, [], {}, take_scalar)
 
     def _add_shard(
-        self, builder: UpdateBuilder, i: int, number: int, gradient: Any, take_scalar: TakeScalar
+        self,
+        builder: UpdateBuilder,
+        places: Places,
+        i: int,
+        number: int,
+        gradient: Any,
+        take_scalar: TakeScalar,
     ) -> None:
         """Adds the update of shard ``number`` of a variable, with its slots."""
         array, sent = self._arrays[i], self._sent[i]
-        shard = array.shards[number]
-        traced, aval = self._traced_for(i, shard), (self._shape_at(i, shard), array.dtype)
+        shard = places[array].shards[number]
+        traced, aval = self._traced_for(places, i, shard), (self._shape_at(i, shard), array.dtype)
         held = [_Held(array, shard, traced.values[i])]
         held += [
-            _Held(self._state[n], self._state[n].shards[number], traced.state[n]) for n in self._slots[i]
+            _Held(self._state[n], places[self._state[n]].shards[number], traced.state[n])
+            for n in self._slots[i]
         ]
         assert sent.gradient is not None
         if i in self._num_rows:
             ids = builder.take(gradient, (aval[0][:1], np.int32), aval)
-            self._add(builder, traced, sent, held, {sent.gradient: ids + 1}, take_scalar, ids)
+            self._add(builder, places, traced, sent, held, {sent.gradient: ids + 1}, take_scalar, ids)
         else:
-            self._add(builder, traced, sent, held, {sent.gradient: builder.take(gradient, aval)}, take_scalar)
+            taken = {sent.gradient: builder.take(gradient, aval)}
+            self._add(builder, places, traced, sent, held, taken, take_scalar)
 
     def _add(
         self,
         builder: UpdateBuilder,
+        places: Places,
         traced: TracedUpdate,
         sent: Sent,
         held: Sequence[_Held],
@@ -234,6 +242,7 @@ class OptimizerUpdate:
 
         Args:
           builder: The program of the server.
+          places: The places of all arrays.
           traced: The update, traced for these shapes.
           sent: The values that the worker sends.
           held: The shards that it updates; empty for shared state.
@@ -241,7 +250,9 @@ class OptimizerUpdate:
           take_scalar: Returns the operand that is a value of the worker.
           ids: The position of the numbers of the rows that it updates; None if it updates all.
         """
-        shared = [self._shared_on(builder.ps, n, traced.state[n], is_changed=not held) for n in self._shared]
+        shared = [
+            self._shared_on(builder.ps, places, n, traced.state[n], is_changed=not held) for n in self._shared
+        ]
         wanted = [each.written.new for each in [*held, *shared] if each.written.is_changed]
         if traced is not self.traced and traced.scalars(wanted, sent.numbers) != self.traced.scalars(
             wanted, sent.numbers
@@ -276,10 +287,10 @@ class OptimizerUpdate:
 
         builder.add(step)
 
-    def _shared_on(self, ps: int, n: int, written: Written, *, is_changed: bool) -> _Held:
+    def _shared_on(self, ps: int, places: Places, n: int, written: Written, *, is_changed: bool) -> _Held:
         array = self._state[n]
         kept = Written(written.old, written.old)
-        return _Held(array, Shard(ps, array.key_on(ps)), written if is_changed else kept)
+        return _Held(array, Shard(ps, places[array].key_on(ps)), written if is_changed else kept)
 
     def _function(
         self, traced: TracedUpdate, wanted: Sequence[Atom], given: Sequence[int]
@@ -289,19 +300,19 @@ class OptimizerUpdate:
 
     # --- traces for other shapes ---------------------------------------------------------------------------
 
-    def _traced_for(self, i: int, shard: Shard) -> TracedUpdate:
+    def _traced_for(self, places: Places, i: int, shard: Shard) -> TracedUpdate:
         """Returns the update traced for the shape of a shard. ``level`` is that shape's number among the variable's
         shards.
         """
-        level = self._shapes_at(i).index(self._shape_at(i, shard))
+        level = self._shapes_at(places, i).index(self._shape_at(i, shard))
         if level not in self._levels:
-            self._levels[level] = self._traced_at(level)
+            self._levels[level] = self._traced_at(places, level)
         return self._levels[level]
 
-    def _traced_at(self, level: int) -> TracedUpdate:
+    def _traced_at(self, places: Places, level: int) -> TracedUpdate:
         shapes = {}
         for i in range(len(self._arrays)):
-            of_shards = self._shapes_at(i)
+            of_shards = self._shapes_at(places, i)
             shapes[i] = of_shards[min(level, len(of_shards) - 1)]
         if all(shape == self.traced.avals[self.traced.gradients[i]].shape for i, shape in shapes.items()):
             return self.traced
@@ -316,8 +327,8 @@ class OptimizerUpdate:
             f"variables cannot be sharded (at {self.line}). Use another optimizer, or no variable_partitioner."
         )
 
-    def _shapes_at(self, i: int) -> list[tuple[int, ...]]:
-        return list(dict.fromkeys(self._shape_at(i, shard) for shard in self._arrays[i].shards))
+    def _shapes_at(self, places: Places, i: int) -> list[tuple[int, ...]]:
+        return list(dict.fromkeys(self._shape_at(i, shard) for shard in places[self._arrays[i]].shards))
 
     def _shape_at(self, i: int, shard: Shard) -> tuple[int, ...]:
         """Returns the shape of the part of a variable that a server updates at once."""

@@ -11,6 +11,7 @@ from typing import Any, final
 import jax
 import numpy as np
 
+from replicax._ps.placement.placement_plan import Places
 from replicax._ps.placement.server_arrays import ServerArray
 from replicax._ps.programs.iterator_inputs import Element
 from replicax._ps.programs.lookups import Given
@@ -138,7 +139,9 @@ class WorkerBuilder:
 
     # --- building -------------------------------------------------------------------------------------
 
-    def build(self, name: str, platforms: Sequence[str], pushes: tuple[Push, ...]) -> WorkerProgram:
+    def build(
+        self, name: str, platforms: Sequence[str], pushes: tuple[Push, ...], places: Places
+    ) -> WorkerProgram:
         """Returns the program, with all results that have been added."""
         wanted = self._wanted()
         operations = self.program.slice(wanted)
@@ -153,7 +156,7 @@ class WorkerBuilder:
             name,
             blob,
             tuple(inputs.values()),
-            tuple(array.shards for array in arrays),
+            tuple(places[array].shards for array in arrays),
             len(self._results),
             pushes,
             tuple(lookups),

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from replicax._ps.client.session import Session
-from replicax._ps.programs.closure import place_closure
+from replicax._ps.programs.closure import trace_closure
 from replicax._ps.programs.iterator_inputs import Elements, InputForm, PerWorkerInput, taking_from
 from replicax._ps.programs.programs import WorkerProgram
 from replicax._ps.programs.random_keys import taking_data
@@ -181,7 +181,7 @@ class Closures:
             return WorkerFunction(
                 name,
                 self._session,
-                lambda offer: place_closure(
+                lambda offer: trace_closure(
                     call, avals, name, self._session, binding_of, offer, num_averaged, num_replicas
                 ),
                 sources,

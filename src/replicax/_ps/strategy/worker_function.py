@@ -11,8 +11,8 @@ import jax
 import numpy as np
 
 from replicax._ps.client.session import Session
-from replicax._ps.placement.server_arrays import ServerArray
-from replicax._ps.programs.closure import RemoteClosure
+from replicax._ps.placement.placement_plan import ArrayPlace
+from replicax._ps.programs.closure import RemoteClosure, TracedClosure
 from replicax._ps.programs.iterator_inputs import Offer, PerWorkerInput
 from replicax._ps.programs.programs import WorkerProgram
 from replicax._ps.programs.worker_side import SMALL_BYTES, name_of
@@ -41,7 +41,7 @@ class WorkerFunction:
         self,
         name: str,
         session: Session,
-        trace: Callable[[Offer | None], RemoteClosure],
+        trace: Callable[[Offer | None], TracedClosure],
         sources: Sequence[PerWorkerInput],
         form: CallForm,
     ):
@@ -53,7 +53,6 @@ class WorkerFunction:
         self._of_digest: dict[str, WorkerProgram] = {}
         self._platforms = frozenset(platforms_of_workers(session))
         self.constants: dict[str, np.ndarray] = {}
-        self._found: dict[RemoteClosure, Any] = {}
         self._lifted: dict[int, tuple[np.ndarray, str | None]] = {}
         self._layout = session.layout
         self.first = self._add(None)
@@ -93,10 +92,11 @@ class WorkerFunction:
         return self._of_digest[digest]
 
     def is_valid(self) -> bool:
-        """True if the arrays that it uses have not moved; an optimizer may have got more copies of its own."""
-        layout = self._session.layout
+        """True if the arrays that it uses are where its programs expect them, with the copies that these know of."""
+        layout = self._session.layout  # read first: a move during the comparison shows next time
         if layout != self._layout:
-            if any(_where(c.arrays) != where for c, where in self._found.items()):
+            placed = [each for closure in list(self._closures.values()) for each in closure.places.items()]
+            if any(ArrayPlace.of(array) != place for array, place in placed):
                 return False
             self._layout = layout
         return True
@@ -177,7 +177,29 @@ class WorkerFunction:
     def _add(
         self, offer: Offer | None, signature: str | None = None, leaves: Sequence[Any] = ()
     ) -> RemoteClosure:
-        closure = self._trace(offer)
+        traced, is_done = self._trace(offer), False
+        while not is_done:  # until no other thread places a value between the plan and its execution
+            plan = self._session.plan(traced.needs)
+            closure = traced.closure(plan)
+            self._check_is_alike(closure, offer, signature)
+            is_done = self._session.carry_out(plan)
+        self._session.keep_programs(closure, closure.updates)
+        key = signature or closure.elements.signature
+        digest = self._export(closure)
+        if leaves:
+            self.check_closure = self._form.closure_check(self._used_arguments)
+            self.check_closure(leaves)
+        self._closures[key] = closure
+        self._programs[key] = digest
+        self.constants |= closure.constants
+        return closure
+
+    def _check_is_alike(self, closure: RemoteClosure, offer: Offer | None, signature: str | None) -> None:
+        """Checks that a closure for other elements returns the same structure as the first one.
+
+        Raises:
+          UnsupportedError: It does not, or only one of them applies gradients that are averaged.
+        """
         if offer is not None and not offer.is_short and closure.returns != self.first.returns:
             raise UnsupportedError(
                 f"{self.name} returns another structure for elements of other shapes ({signature}): "
@@ -189,18 +211,6 @@ class WorkerFunction:
                 f"{self.name} applies gradients only for some elements, and not for others ({signature}: shapes and "
                 "dtypes, null after the last element). Schedule another function that applies none."
             )
-        self._session.keep_programs(closure, closure.updates)
-        key = signature or closure.elements.signature
-        digest = self._export(closure)
-        if leaves:
-            self.check_closure = self._form.closure_check(self._used_arguments)
-            self.check_closure(leaves)
-        self._closures[key] = closure
-        self._programs[key] = digest
-        self._found[closure] = _where(closure.arrays)
-        self._layout = self._session.layout
-        self.constants |= closure.constants
-        return closure
 
 
 def platforms_of_workers(session: Session) -> Collection[str]:
@@ -215,10 +225,6 @@ def _is_alike(one: np.ndarray, other: np.ndarray) -> bool:
     these, those = (np.ravel(array).view(np.uint8) for array in (one, other))
     parts = (slice(start, start + _COMPARED_BYTES) for start in range(0, len(these), _COMPARED_BYTES))
     return all(np.array_equal(these[part], those[part]) for part in parts)
-
-
-def _where(arrays: Sequence[ServerArray]) -> list[Any]:
-    return [(array.shards, dict(array.copies)) for array in arrays]
 
 
 def _leaves(described: Any) -> tuple[jax.ShapeDtypeStruct, ...] | None:
