@@ -86,9 +86,10 @@ class WorkerForm:
         membership = job.own_worker()
         limit_s = ServerSettings().start_limit_s
         share = Share([str(task) for task in membership.workers], str(membership.task))
-        tasks = Tasks((), addresses(membership.spec, "ps"), Credentials.from_environment(os.environ), share)
-        told = join_shared(tasks, limit_s)
-        tasks.start_heartbeats()
+        credentials = Credentials.from_environment(os.environ)
+        tasks = Tasks((), addresses(membership.spec, "ps"), credentials, share.described())
+        told = join_shared(tasks, share, limit_s)
+        tasks.start_heartbeats(leaves_at_exit=True)
         servers = clients_of(tasks)
         shared = SharedArrays(ServerContents(servers), share, limit_s)
         session = Session(servers, platforms_of(told), tasks, snapshot_intervals_s(told), shared)
