@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from replicax._ps.client.tasks import Share, Tasks, ask_each
-from replicax._ps.client.waiting import Awaited, wait_for
+from replicax._ps.client.wait_rules import Awaited
+from replicax._ps.client.waiting import wait_for
 from replicax._src.program_kit.errors import StaleCoordinatorError
 
 log = logging.getLogger("replicax")

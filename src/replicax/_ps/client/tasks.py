@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, final
 
-from replicax._ps.client.waiting import Awaited, wait_for
+from replicax._ps.client.wait_rules import Awaited
+from replicax._ps.client.waiting import wait_for
 from replicax._ps.store.group_rules import View
 from replicax._src.program_kit.cluster_tasks import Credentials
 from replicax._src.program_kit.errors import UnavailableError
