@@ -8,7 +8,7 @@ from typing import Any, final
 
 import numpy as np
 
-from replicax._ps.client.request_rules import Action, Pause, RequestRules, Send, Settle
+from replicax._ps.client.request_rules import Action, Connect, Pause, RequestRules, Send, Settle
 from replicax._ps.programs.programs import UpdateProgram
 from replicax._ps.transport.messages import Message
 from replicax._ps.transport.transport import Link, TaskClient
@@ -68,9 +68,10 @@ class ServerClient:
         It does not take ``lock``, and wakes a thread that waits for the other server.
         """
         with self._rules_lock:
-            closes = self._rules.primary_named(primary, epoch)
-        if closes:
-            self._wake()
+            connection = self._connection  # before that thread opens another one
+            is_in_use = self._rules.primary_named(primary, epoch)
+        if is_in_use and connection is not None:
+            connection.close()
 
     def begin(self, request: Message, deadline: float, may_repeat: bool = True) -> Message:
         """Sends a request. ``end`` returns failures, so that the other servers get their requests first.
@@ -103,11 +104,9 @@ class ServerClient:
                 answer, action = self._received(action.number, deadline)
             else:
                 assert isinstance(action, Pause)  # ``_sent`` carries out the others
-                self._drop_connection()
-                time.sleep(max(action.until - time.monotonic(), 0.0))
-                with self._rules_lock:
-                    action = self._rules.time_passed(action.number, time.monotonic())
-            action = self._sent(message, action)
+                action = self._paused(action)
+            if not isinstance(action, Settle):
+                action = self._sent(message, action)
         if action.disconnects:
             self._drop_connection()
         if action.error is not None:
@@ -125,14 +124,16 @@ class ServerClient:
         """Closes the client, from any thread."""
         with self._rules_lock:
             self._rules.closed()
-        self._wake()
+        connection = self._connection
+        if connection is not None:  # it is not removed: a thread that waits on it gets UnavailableError
+            connection.close()
         self._connectors[0].close()  # another client closes the other one
 
     def _sent(self, message: Message, action: Action | None) -> Action:
         """Connects and sends, until an answer, the time or the caller is next."""
         while True:
-            assert action is not None  # the outcomes of this thread are never late
-            if isinstance(action, (Pause, Settle)):
+            if not isinstance(action, (Send, Connect)):
+                assert action is not None  # the outcomes of this thread are never late
                 return action
             try:
                 if isinstance(action, Send):
@@ -155,6 +156,12 @@ class ServerClient:
         self._connection.send(message)
         self.num_messages += 1
 
+    def _paused(self, pause: Pause) -> Action | None:
+        self._drop_connection()
+        time.sleep(max(pause.until - time.monotonic(), 0.0))
+        with self._rules_lock:
+            return self._rules.time_passed(pause.number, time.monotonic())
+
     def _received(self, number: int, deadline: float) -> tuple[Message | None, Action | None]:
         assert self._connection is not None
         try:
@@ -171,12 +178,6 @@ class ServerClient:
     def _program(self, digest: str) -> Message:
         program = message_of(self.programs[digest])
         return Message({**program.header, **self._addressed}, program.arrays)
-
-    def _wake(self) -> None:
-        """Wakes the thread that waits for an answer, with UnavailableError, from any thread."""
-        connection = self._connection
-        if connection is not None:  # it is not removed: that thread does it
-            connection.close()
 
     def _drop_connection(self) -> None:
         connection, self._connection = self._connection, None
