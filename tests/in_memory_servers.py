@@ -6,6 +6,7 @@ import threading
 
 from replicax._ps.client.session import Session
 from replicax._ps.store.store import Store
+from replicax._ps.strategy.coordinator_form import CoordinatorForm
 from replicax._ps.strategy.parameter_server import ParameterServerStrategy
 from replicax._ps.worker.resources import WorkerPlace
 from replicax._ps.worker.worker import Worker
@@ -24,7 +25,7 @@ def in_memory_strategy(workers=1, ps=1, partitioner=None, devices_per_worker=1, 
     """
     tasks = _Tasks(workers, ps, {"num_devices": devices_per_worker, "platform": "cpu"}, told or {})
     session = Session(server_clients(tasks.stores, ME), tasks=tasks)
-    strategy = ParameterServerStrategy._of_session(session, partitioner, devices_per_worker)
+    strategy = ParameterServerStrategy._of_form(CoordinatorForm(session, devices_per_worker), partitioner)
     try:
         yield strategy
     finally:

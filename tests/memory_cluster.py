@@ -20,6 +20,7 @@ import numpy as np
 from replicax._ps.errors import described, error_from_answer
 from replicax._ps.programs.iterator_inputs import PerWorkerInput
 from replicax._ps.programs.programs import WorkerProgram, signature_of
+from replicax._ps.strategy.coordinator_form import CoordinatorForm
 from replicax._ps.transport import structures
 from replicax._ps.transport.messages import Message
 from replicax._src.input.dataset import OutOfRangeError
@@ -328,6 +329,10 @@ class MemoryCluster:
     @property
     def session(self):
         return Session(self)
+
+    @property
+    def form(self):
+        return CoordinatorForm(self.session)
 
     @property
     def closures(self):

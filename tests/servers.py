@@ -2,6 +2,7 @@
 
 from replicax._ps.client.session import Session
 from replicax._ps.store.store import Store
+from replicax._ps.strategy.coordinator_form import CoordinatorForm
 from replicax._ps.strategy.parameter_server import ParameterServerStrategy
 from store_connections import server_clients
 
@@ -11,4 +12,5 @@ def servers(num_ps=2, partitioner=None, stores=None):
     stores = [Store() for _ in range(num_ps)] if stores is None else stores
     for store in stores:
         store.hello("a coordinator")
-    return ParameterServerStrategy._of_session(Session(server_clients(stores, "a coordinator")), partitioner)
+    form = CoordinatorForm(Session(server_clients(stores, "a coordinator")))
+    return ParameterServerStrategy._of_form(form, partitioner)

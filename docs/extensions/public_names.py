@@ -37,7 +37,7 @@ INTERNAL = {
     "GradientTape": "record_read",
     "Mirrored": "array as_array stored donate is_shared",
     "PerReplica": "array as_array stored donate description component_shape maker",
-    "ParameterServerStrategy": "is_coordinator topology_of_worker run_here run_replica_here run_as_one",
+    "ParameterServerStrategy": "run_here run_replica_here run_as_one",
     "ReplicaContext": "communicator",
     "RemoteValue": "array pytree_of settle",
     "Strategy": "view_on shards_on parts topology variable_placement bindings runner steps_runner user_ops reduce_in_replica "

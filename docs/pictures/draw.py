@@ -165,7 +165,7 @@ def scheduled_function() -> None:
     for x, name, colour, boxes in (
         (24, "coordinator", COLOURS[0], ("trace", "ClosureQueue", "WorkerPool")),
         (284, "worker", COLOURS[1], ("take elements", "compute", "client of servers")),
-        (544, "parameter server", COLOURS[2], ("lease", "store", "log")),
+        (544, "parameter server", COLOURS[2], ("session", "store", "log")),
     ):
         picture.box(x, 44, 192, 232, colour, opacity=0.08, stroke=colour)
         picture.text(x + 96, 32, name, anchor="middle", bold=True)

@@ -14,7 +14,7 @@ import replicax as rx
 from checks import message
 from faulty_network import faulty_server_cluster
 from replicax._ps.store.snapshots import Snapshot
-from replicax._ps.strategy import parameter_server
+from replicax._ps.strategy import coordinator_form
 from replicax._src.cluster.tf_config import TFConfigClusterResolver
 from replicax.coordinator import ClusterCoordinator
 from replicax.errors import InvalidArgumentError, UnavailableError
@@ -343,7 +343,7 @@ def test_too_few_servers_and_partial_snapshots_raise():
     message(InvalidArgumentError, lambda: make(replication=2, is_coordinator=False), "needs a coordinator")
     message(
         InvalidArgumentError,
-        lambda: parameter_server._begin_groups(None, [None, 60.0]),
+        lambda: coordinator_form.begin_groups(None, [None, 60.0]),
         "ps 0 take(s) no snapshots",
         "--snapshot-dir",
     )

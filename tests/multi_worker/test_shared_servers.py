@@ -6,6 +6,7 @@ import pytest
 
 import replicax as rx
 from checks import message
+from replicax._ps.strategy.coordinator_form import CoordinatorForm
 from replicax.cluster_resolver import TFConfigClusterResolver
 from replicax.errors import (
     InvalidArgumentError,
@@ -214,7 +215,7 @@ def test_no_worker_starts_without_the_chief(strategy_of, monkeypatch):
 
 def test_a_worker_of_a_coordinator_is_told_to_be_a_server(cluster, strategy_of, monkeypatch):
     coordinator = strategy_of("chief")
-    assert coordinator.is_coordinator
+    assert isinstance(coordinator.form, CoordinatorForm)
     monkeypatch.setenv("REPLICAX_START_TIMEOUT_S", "1")
     text = message(UnavailableError, lambda: strategy_of("worker"), "serve a coordinator")
     assert "run `replicax server` here" in text

@@ -12,7 +12,7 @@ from jax import export
 from jax.sharding import NamedSharding, PartitionSpec
 
 from exported import blob, update_program, worker_program
-from replicax._ps.client import server_client
+from replicax._ps.client import request_rules
 from replicax._ps.client.server_clients import ServerClients
 from replicax._ps.client.server_contents import NewShard, ServerContents
 from replicax._ps.client.server_requests import Ask
@@ -592,7 +592,7 @@ def test_program_with_more_replicas_than_devices_raises(runner):
 
 
 def test_everything_is_pulled_again_after_a_server_was_gone(stores, servers, runner, counting, monkeypatch):
-    monkeypatch.setattr(server_client, "_PAUSES_S", (0.0,))
+    monkeypatch.setattr(request_rules, "_PAUSES_S", (0.0,))
     runner.run(call(0, counting, np.float32(1)))
     answer, stores[0].answer = stores[0].answer, gone
     with pytest.raises(UnavailableError):

@@ -9,7 +9,7 @@ import pytest
 
 from checks import message
 from exported import update_program
-from replicax._ps.client import server_client
+from replicax._ps.client import request_rules
 from replicax._ps.client.server_clients import ServerClients
 from replicax._ps.client.server_contents import NewShard, ServerContents
 from replicax._ps.client.server_requests import Ask
@@ -103,7 +103,7 @@ def contents(servers):
 
 @pytest.fixture(autouse=True)
 def without_pauses(monkeypatch):
-    monkeypatch.setattr(server_client, "_PAUSES_S", (0.0, 0.01, 0.01))
+    monkeypatch.setattr(request_rules, "_PAUSES_S", (0.0, 0.01, 0.01))
 
 
 def add_one(servers, key="w", ps=1):
@@ -232,7 +232,7 @@ def test_broken_connection_is_reopened_and_nothing_happens_twice(servers, client
 
 
 def test_returning_server_is_waited_for(servers, clients, monkeypatch):
-    monkeypatch.setattr(server_client, "_PAUSES_S", (0.0, 0.01))
+    monkeypatch.setattr(request_rules, "_PAUSES_S", (0.0, 0.01))
     servers[1].returns = True
     clients[1].breaks = ["receive"] + ["open"] * 10
     np.testing.assert_array_equal(servers.read([WHOLE])[0], servers.read([WHOLE])[0])

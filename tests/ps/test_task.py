@@ -18,8 +18,8 @@ import pytest
 import replicax as rx
 from checks import catches, in_a_process_of_its_own, message
 from replicax._ps.store.group_rules import View
-from replicax._ps.task.lease import Lease
 from replicax._ps.task.service import TaskService
+from replicax._ps.task.task_session import TaskSession
 from replicax._ps.task.work import host_of
 from replicax._ps.transport.messages import Message
 from replicax._ps.transport.transport import TaskClient
@@ -275,7 +275,7 @@ def host():
 
 @pytest.fixture
 def service(host):
-    return TaskService(Task("worker", 0), host, {}, Lease("worker 0", 60.0, time.monotonic()))
+    return TaskService(Task("worker", 0), host, {}, TaskSession("worker 0", 60.0, time.monotonic()))
 
 
 def test_one_session_per_coordinator(service, host):

@@ -16,8 +16,8 @@ from replicax._ps.coordinator.pool import WorkerPool
 from replicax._ps.coordinator.ps_replication import Replication
 from replicax._ps.coordinator.ps_watch import PsWatch
 from replicax._ps.coordinator.scheduled_work import Work
-from replicax._ps.task.lease import Lease
 from replicax._ps.task.service import TaskService
+from replicax._ps.task.task_session import TaskSession
 from replicax._ps.task.work import PsHost
 from replicax._src.cluster.credentials import Credentials
 from replicax._src.cluster.spec import Task
@@ -31,7 +31,7 @@ class Ps:
 
     def __init__(self, index):
         task, host = Task("ps", index), PsHost(None, math.inf, index, Credentials())
-        self.service = TaskService(task, host, {}, Lease(str(task), 60.0, time.monotonic()))
+        self.service = TaskService(task, host, {}, TaskSession(str(task), 60.0, time.monotonic()))
         self.is_cut = False
 
     def ask(self, what, header, timeout_s):

@@ -131,8 +131,11 @@ class ServerClients:
         deadline = time.monotonic() + self.timeout_s
         with self.held(requests):
             try:
-                sent = {ps: self._servers[ps].begin(request) for ps, request in requests.items()}
-                answers = {ps: self._servers[ps].end(sent[ps], deadline, may_repeat) for ps in sent}
+                sent = {
+                    ps: self._servers[ps].begin(request, deadline, may_repeat)
+                    for ps, request in requests.items()
+                }
+                answers = {ps: self._servers[ps].end(message, deadline) for ps, message in sent.items()}
             except BaseException:  # Ctrl-C: the next requests would get the answers to these
                 for ps in requests:
                     self._servers[ps].disconnect()

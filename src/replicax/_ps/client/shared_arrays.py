@@ -11,7 +11,8 @@ from typing import Any, final
 
 from replicax._ps.client.server_contents import ServerContents
 from replicax._ps.client.tasks import Share
-from replicax._ps.client.waiting import Awaited, wait_for
+from replicax._ps.client.wait_rules import Awaited
+from replicax._ps.client.waiting import wait_for
 from replicax._ps.placement.placing_rules import copy_key
 from replicax._ps.placement.server_arrays import Balance, ServerArray
 from replicax._ps.programs.programs import Shard

@@ -8,14 +8,15 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from replicax._ps.client.tasks import Share, Tasks, ask_each
-from replicax._ps.client.waiting import Awaited, wait_for
+from replicax._ps.client.wait_rules import Awaited
+from replicax._ps.client.waiting import wait_for
 from replicax._src.program_kit.errors import StaleCoordinatorError
 
 log = logging.getLogger("replicax")
 _PREFIX: Final = "shared-"
 
 
-def join_shared(tasks: Tasks, limit_s: float) -> list[Mapping[str, Any]]:
+def join_shared(tasks: Tasks, share: Share, limit_s: float) -> list[Mapping[str, Any]]:
     """Joins the session of the programs that share the parameter servers. Logs which task it waits for.
 
     The chief resumes the session of earlier programs, or of an earlier chief, if all servers have it. Otherwise it
@@ -24,6 +25,7 @@ def join_shared(tasks: Tasks, limit_s: float) -> list[Mapping[str, Any]]:
 
     Args:
       tasks: The tasks; this sets their session id.
+      share: This program among those that share the parameter servers.
       limit_s: The longest wait.
 
     Returns:
@@ -33,8 +35,6 @@ def join_shared(tasks: Tasks, limit_s: float) -> list[Mapping[str, Any]]:
       UnavailableError: A parameter server does not answer, or the chief has not started the session.
       UnauthenticatedError: The servers have other credentials.
     """
-    assert tasks.share is not None
-    share = tasks.share
     greeted: list[Mapping[str, Any]] = []
     with tasks.clients("ps") as clients:
 

@@ -6,12 +6,14 @@ import atexit
 import contextlib
 import logging
 import threading
+import types
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, final
 
-from replicax._ps.client.waiting import Awaited, wait_for
+from replicax._ps.client.wait_rules import Awaited
+from replicax._ps.client.waiting import wait_for
 from replicax._ps.store.group_rules import View
 from replicax._src.program_kit.cluster_tasks import Credentials
 from replicax._src.program_kit.errors import UnavailableError
@@ -58,7 +60,7 @@ class Tasks:
     Args:
       workers, ps: The addresses, in order.
       credentials: The credentials of all tasks.
-      share: This program among those that share the parameter servers; None if it does not share them.
+      described: The fields about this program in ``hello``, ``heartbeat`` and ``leave``; see ``Share.described``.
 
     Attributes:
       incarnation: A random session id of this coordinator. Programs that share servers agree on it: see
@@ -66,9 +68,13 @@ class Tasks:
     """
 
     def __init__(
-        self, workers: Sequence[str], ps: Sequence[str], credentials: Credentials, share: Share | None = None
+        self,
+        workers: Sequence[str],
+        ps: Sequence[str],
+        credentials: Credentials,
+        described: Mapping[str, Any] = types.MappingProxyType({}),
     ):
-        self.share = share
+        self._described = described
         self._addresses = {"worker": tuple(workers), "ps": tuple(ps)}
         self._credentials = credentials
         self.incarnation = uuid.uuid4().hex
@@ -144,19 +150,18 @@ class Tasks:
 
     @property
     def _hello(self) -> dict[str, Any]:
-        return {"incarnation": self.incarnation, "ps": list(self._addresses["ps"]), **self._of_share}
+        return {"incarnation": self.incarnation, "ps": list(self._addresses["ps"]), **self._described}
 
-    @property
-    def _of_share(self) -> dict[str, Any]:
-        return {} if self.share is None else self.share.described()
+    def start_heartbeats(self, *, leaves_at_exit: bool = False) -> None:
+        """Starts to send heartbeats to all tasks.
 
-    def start_heartbeats(self) -> None:
-        """Starts to send heartbeats to all tasks."""
+        Args:
+          leaves_at_exit: True if the tasks wait until this program has left, because others use them, too.
+        """
         self._heartbeats = threading.Thread(target=self._heartbeat, name="replicax-heartbeats", daemon=True)
         self._heartbeats.start()
-        # A heartbeat must not run during Python's shutdown. Servers that programs share wait until all programs
-        # leave.
-        atexit.register(self.close, leaves=self.share is not None)
+        # A heartbeat must not run during Python's shutdown.
+        atexit.register(self.close, leaves=leaves_at_exit)
 
     def _heartbeat(self) -> None:
         with self.clients(*self._addresses) as clients:
@@ -168,7 +173,7 @@ class Tasks:
     def _ask_all(self, clients: Sequence[TaskClient], what: str) -> None:
         for client in clients:
             try:
-                client.ask(what, {"incarnation": self.incarnation, **self._of_share}, 2.0)
+                client.ask(what, {"incarnation": self.incarnation, **self._described}, 2.0)
             except Exception as error:
                 log.debug("%s", error)  # the next user of the server gets the error
 

@@ -25,6 +25,7 @@ from replicax._ps.coordinator.resource_recipe import per_worker_dataset, per_wor
 from replicax._ps.coordinator.scheduled_work import Work
 from replicax._ps.coordinator.statistics import status_of
 from replicax._ps.strategy.remote_closures import Closures
+from replicax._ps.strategy.strategy_form import StrategyForm
 from replicax._src.program_kit.captures import name_of
 from replicax._src.program_kit.errors import ClosureInputError, InvalidArgumentError
 from replicax._src.program_kit.own_process import join_before_saves
@@ -48,6 +49,8 @@ _construction = threading.Lock()
 class ClosureStrategy(Protocol):
     """A strategy whose workers wait for functions: a ``ParameterServerStrategy``, or a cluster in memory."""
 
+    @property
+    def form(self) -> StrategyForm: ...
     @property
     def session(self) -> Session: ...
     @property
@@ -108,12 +111,13 @@ class ClusterCoordinator:
                 f"ClusterCoordinator needs a ParameterServerStrategy, got {type(strategy).__name__}, whose steps "
                 "strategy.run runs. Make a replicax.ParameterServerStrategy(cluster_resolver)."
             )
-        if not strategy.session.num_workers:
-            raise InvalidArgumentError(
+        strategy.form.check_coordinates(
+            lambda: InvalidArgumentError(
                 "ClusterCoordinator needs a chief and workers that wait for functions, but here every worker runs this "
                 "program: call strategy.run. Or make ParameterServerStrategy(is_coordinator=True) in a chief, and run "
                 "`replicax server` on the workers."
             )
+        )
         options = CoordinatorOptions(
             max_staleness, replicas_to_aggregate, reconnect_timeout_s, on_ps_restart, status_address
         )

@@ -43,11 +43,9 @@ class PerWorkerVariable(ArrayLike):
 
     def __init__(self, initial_value: Any, name: str | None = None, dtype: Any = None):
         strategy = strategy_for_new_variable()
-        if not isinstance(strategy, ClosureStrategy) or not strategy.session.num_workers:
-            raise VariableError(
-                "A PerWorkerVariable needs the scope of a ParameterServerStrategy that has workers, got "
-                f"{strategy!r}. Elsewhere use rx.Variable; ON_READ variables have a value on each replica."
-            )
+        if not isinstance(strategy, ClosureStrategy):
+            raise _needs_workers(strategy)
+        strategy.form.check_coordinates(lambda: _needs_workers(strategy))
         value = initial_value() if callable(initial_value) else initial_value
         value = np.asarray(jnp.asarray(value, None if dtype is None else as_dtype(dtype)))
         self.name = name if name is not None else "PerWorkerVariable"
@@ -121,3 +119,10 @@ def _broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
         return np.broadcast_shapes(shape, target) == target
     except ValueError:
         return False
+
+
+def _needs_workers(strategy: object) -> VariableError:
+    return VariableError(
+        "A PerWorkerVariable needs the scope of a ParameterServerStrategy that has workers, got "
+        f"{strategy!r}. Elsewhere use rx.Variable; ON_READ variables have a value on each replica."
+    )

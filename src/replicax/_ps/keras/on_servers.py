@@ -48,12 +48,13 @@ class OnServers:
 
     def check_method(self, strategy: ParameterServerStrategy, method: str) -> None:
         """Raises UnsupportedError where every worker runs the program."""
-        if not strategy.is_coordinator:
-            raise UnsupportedError(
+        strategy.form.check_coordinates(
+            lambda: UnsupportedError(
                 f"{method}() is not supported where every worker runs its own copy of the program on shared parameter "
                 "servers. Write the loop with strategy.run and rx.GradientTape, or let a chief coordinate the workers: "
                 "rx.ParameterServerStrategy(is_coordinator=True) there, and `replicax server` in them."
             )
+        )
 
     def steps_class(self, model: Any, phase: Any) -> type[WorkerStepFunction]:
         del model, phase

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
@@ -19,8 +17,6 @@ from replicax._src.program_kit.variables import call_replica, is_value
 
 if TYPE_CHECKING:
     from replicax._ps.strategy.parameter_server import ParameterServerStrategy
-
-log = logging.getLogger("replicax")
 
 
 def run_on_replicas(
@@ -76,17 +72,14 @@ class RemoteRunner:
     Args:
       strategy: The strategy.
       run_here: Runs a replica function in this process, given its arguments.
-      is_coordinator: True if this process is a coordinator, whose workers should compute instead.
     """
 
     def __init__(
         self,
         strategy: ParameterServerStrategy,
         run_here: Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any],
-        *,
-        is_coordinator: bool,
     ):
-        self._strategy, self._run_here, self._is_coordinator = strategy, run_here, is_coordinator
+        self._strategy, self._run_here = strategy, run_here
 
     def run(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: RunOptions
@@ -100,8 +93,7 @@ class RemoteRunner:
             )
         capture = current_capture()
         if capture is None:
-            if self._is_coordinator:
-                _say_it_runs_here(name_of(fn))
+            self._strategy.form.note_run_here(name_of(fn))
             return self._run_here(fn, args, kwargs)
         capture.use_strategy(self._strategy)  # an rx.function records it, and runs in this process
         assert isinstance(capture.observer, Events)
@@ -125,12 +117,3 @@ class RemoteRunner:
     def owned(self, array: Any) -> Any:
         """Returns the array and records nothing, because workers get copies of arguments."""
         return array
-
-
-@functools.cache
-def _say_it_runs_here(name: str) -> None:
-    log.warning(
-        "strategy.run of %s was called outside of a scheduled function, so it runs in this process, the "
-        "coordinator. To run it on the workers, give a function that calls it to ClusterCoordinator.schedule.",
-        name,
-    )

@@ -1,1 +1,1 @@
-"""One task of a cluster: its server, its lease, its work for a coordinator, and the setup of its process."""
+"""One task of a cluster: its server, its session, its work for a coordinator, and the setup of its process."""

@@ -10,10 +10,10 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, final
 
-from replicax._ps.task.lease import Lease
+from replicax._ps.task.task_session import Action, BeginWork, DropWork, EndTask, TaskSession
 from replicax._ps.transport.messages import Message
 from replicax._src.program_kit.cluster_tasks import Task
 from replicax._src.program_kit.errors import InvalidArgumentError
@@ -81,8 +81,9 @@ class TaskService:
       task: The name of the task.
       host: The host, which makes the work for a coordinator.
       about: The description of this process that ``hello`` returns.
-      lease: The rule that says whose messages are answered.
+      session: The rules that say whose messages are answered.
       measure: Returns the state of the process for the heartbeats, as JSON.
+      clock: Returns the time in seconds, of the clock of ``session``.
     """
 
     def __init__(
@@ -90,11 +91,12 @@ class TaskService:
         task: Task,
         host: Host,
         about: Mapping[str, Any],
-        lease: Lease,
+        session: TaskSession,
         measure: Callable[[], Mapping[str, Any]] = dict,
+        clock: Callable[[], float] = time.monotonic,
     ):
         self._task, self._host, self._about, self._measure = task, host, about, measure
-        self._lease = lease
+        self._session, self._clock = session, clock
         self._work: Work | None = None
         self._lock = threading.RLock()
         self._is_to_stop = threading.Event()
@@ -107,7 +109,7 @@ class TaskService:
             **{what: functools.partial(self._ask_host, ask) for what, ask in host.asks.items()},
         }
         if host.restored is not None:  # the coordinator of these snapshots may resume
-            self._begin(host.restored["incarnation"], ())
+            self._carry_out(session.hello(host.restored["incarnation"], self._clock()), ())
 
     @property
     def is_to_stop(self) -> threading.Event:
@@ -138,35 +140,32 @@ class TaskService:
         if "ask" in message.header:
             return Message(self.ask(str(message.header["ask"]), message.header))
         with self._lock:
-            self._lease.check(message.header.get("incarnation"))
+            self._session.check(message.header.get("incarnation"))
             work = self._work
         assert work is not None
         return work.answer(message)
 
-    def watch(self, now: float) -> None:
-        """Ends the session of a coordinator that is silent for too long."""
+    def watch(self) -> EndTask | None:
+        """Ends the session of a coordinator that is silent for too long. Returns the order to end the task, if it
+        must.
+        """
         with self._lock:
-            if self._lease.is_silent(now):
-                _log.warning(
-                    "%s: its coordinator %s is silent; its session ends.", self._task, self._lease.incarnation
-                )
-                self._lease.give_up(now)
-                self._drop()
+            actions = self._session.time_passed(self._clock())
+            for action in actions:
+                if isinstance(action, DropWork):
+                    _log.warning(
+                        "%s: the session of coordinator %s has ended: %s.",
+                        self._task,
+                        action.incarnation,
+                        action.why,
+                    )
+            self._carry_out(actions, ())
+        return next((action for action in actions if isinstance(action, EndTask)), None)
 
     @property
     def incarnation(self) -> str | None:
         """The session id of the coordinator; None while there is none."""
-        return self._lease.incarnation
-
-    @property
-    def has_lost_coordinator(self) -> bool:
-        """True if there was a coordinator, and is none now."""
-        with self._lock:
-            return self._lease.has_ended
-
-    def waited_s(self, now: float) -> float:
-        """Returns how long there has been no coordinator."""
-        return self._lease.waited_s(now)
+        return self._session.incarnation
 
     def close(self) -> None:
         """Drops all data of the coordinator."""
@@ -178,27 +177,31 @@ class TaskService:
         with self._lock:
             work = self._work
         counts = {} if work is None else work.statistics()
-        return {"incarnation": self._lease.incarnation, "process": self._measure(), **counts}
+        return {"incarnation": self._session.incarnation, "process": self._measure(), **counts}
 
     # --- requests -----------------------------------------------------------------------------------------
 
     def _hello(self, header: Mapping[str, Any]) -> Mapping[str, Any]:
         with self._lock:
-            self._begin(
-                header["incarnation"], header["ps"], header.get("member"), again=bool(header.get("again"))
+            actions = self._session.hello(
+                header["incarnation"],
+                self._clock(),
+                header.get("member"),
+                again=bool(header.get("again")),
             )
+            self._carry_out(actions, header["ps"])
         return self._described()
 
-    def _begin(
-        self, incarnation: str, ps: Sequence[str], member: str | None = None, *, again: bool = False
-    ) -> None:
-        if self._lease.hello(incarnation, time.monotonic(), member, again=again):
-            self._drop()
-            try:
-                self._work = self._host.begin(incarnation, ps)
-            except BaseException:
-                self._lease.withdraw()
-                raise
+    def _carry_out(self, actions: Iterable[Action], ps: Sequence[str]) -> None:
+        for action in actions:
+            if isinstance(action, DropWork):
+                self._drop()
+            elif isinstance(action, BeginWork):
+                try:
+                    self._work = self._host.begin(action.incarnation, ps)
+                except BaseException:
+                    self._session.work_failed()
+                    raise
 
     def _described(self) -> dict[str, Any]:
         return {
@@ -211,24 +214,24 @@ class TaskService:
 
     def _ask_host(self, ask: Ask, header: Mapping[str, Any]) -> Mapping[str, Any]:
         with self._lock:
-            self._lease.check(header["incarnation"])
+            self._session.check(header["incarnation"])
         return ask(header)
 
     def _heartbeat(self, header: Mapping[str, Any]) -> Mapping[str, Any]:
         with self._lock:
-            self._lease.heartbeat(header["incarnation"], time.monotonic())
+            self._session.heartbeat(header["incarnation"], self._clock())
         return {"instance": self._host.instance, "statistics": self.statistics()}
 
     def _leave(self, header: Mapping[str, Any]) -> Mapping[str, Any]:
         with self._lock:
             member, members = header.get("member"), header.get("members", ())
-            if self._lease.leave(header["incarnation"], time.monotonic(), member, members):
-                self._drop()
+            actions = self._session.leave(header["incarnation"], self._clock(), member, members)
+            self._carry_out(actions, ())
         return {}
 
     def _status(self, header: Mapping[str, Any]) -> Mapping[str, Any]:
         """Describes the task to any client. Changes nothing."""
-        told = {"incarnation": self._lease.incarnation, "statistics": self.statistics()}
+        told = {"incarnation": self._session.incarnation, "statistics": self.statistics()}
         return {**self._described(), **told}
 
     def _stop(self, header: Mapping[str, Any]) -> Mapping[str, Any]:

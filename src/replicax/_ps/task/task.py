@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 import jax
 
-from replicax._ps.task.lease import Lease
 from replicax._ps.task.server_def import ServerDef, ServerOptions
 from replicax._ps.task.service import Host, TaskService
+from replicax._ps.task.task_session import TaskSession
 from replicax._src.program_kit.cluster_tasks import ClusterDef, ClusterSpec, Credentials
 from replicax._src.program_kit.errors import ContextError, InvalidArgumentError
 from replicax._src.program_kit.own_process import (
@@ -136,9 +136,15 @@ class Server:
             definition = self._server_def
             prepare_own_process(definition.cluster, definition.task)
             self._host = host_of(definition, self._options, self._credentials)
-            lease = Lease(str(definition.task), self._options.silence_timeout_s, time.monotonic())
+            session = TaskSession(
+                str(definition.task),
+                self._options.silence_timeout_s,
+                time.monotonic(),
+                self._options.wait_timeout_s,
+                ends_with_coordinator=self._options.on_coordinator_loss == "exit",
+            )
             self._service = TaskService(
-                definition.task, self._host, about_this_process(), lease, self._measured
+                definition.task, self._host, about_this_process(), session, self._measured
             )
             transport = TaskServer(definition.address, self._service.answer, self._credentials)
             transport.start()
@@ -225,20 +231,12 @@ class Server:
         return {**vitals(), "transport": {} if transport is None else transport.statistics()}
 
     def _watch(self) -> None:
-        """Checks the coordinator's lease until the task must stop."""
+        """Lets the time pass in the coordinator's session until the task must stop."""
         assert self._service is not None
         while not self._service.is_to_stop.wait(_TICK_S):
-            now = time.monotonic()
-            self._service.watch(now)
-            if self._options.on_coordinator_loss == "exit" and self._service.has_lost_coordinator:
-                _log.warning("%s: lost its coordinator; exiting.", self._server_def.task)
-                break
-            if self._service.waited_s(now) > self._options.wait_timeout_s:
-                _log.warning(
-                    "%s: no coordinator has connected for %g s; exiting.",
-                    self._server_def.task,
-                    self._options.wait_timeout_s,
-                )
+            end = self._service.watch()
+            if end is not None:
+                _log.warning("%s: %s; exiting.", self._server_def.task, end.why)
                 break
         time.sleep(_LAST_WORDS_S)  # the client that asked it to stop gets its answer
         self._end()
