@@ -15,9 +15,9 @@ from replicax._ps.store.backup_way import AckPatience, BackupWay
 from replicax._ps.store.group_entries import Entry, applied, is_change, is_snapshot
 from replicax._ps.store.group_rules import Partner, Place, Refusal, View
 from replicax._ps.store.group_state import GroupState
+from replicax._ps.store.keeper_rules import Progress
 from replicax._ps.store.log import DEFAULT_LOG_BYTES, Position
 from replicax._ps.store.snapshot_keeper import SnapshotKeeper
-from replicax._ps.store.store_contents import Progress
 from replicax._ps.transport.messages import Message
 from replicax._ps.transport.transport import TaskClient
 from replicax._src.program_kit.errors import SnapshotError, UnavailableError
