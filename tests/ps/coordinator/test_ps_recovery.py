@@ -183,7 +183,9 @@ def test_epoch_that_one_server_cannot_write_is_not_repeated_by_others(session, p
     assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == 1
     second.fails.clear()
     epochs._take()
-    assert epochs.last == 4  # the earlier numbers are not used again: a server may still write these snapshots
+    assert (
+        epochs.last == 4
+    )  # the earlier numbers are not used again: a server may still write these snapshots
     assert [first.asked[-1], second.asked[-1]] == [("snapshot", 4), ("snapshot", 4)]
 
 
