@@ -13,9 +13,10 @@ from checks import message
 from replicax._ps.store.keeper_rules import KeeperRules, Progress
 from replicax._ps.store.snapshot_keeper import SnapshotKeeper
 from replicax._ps.store.store import Store
-from replicax._ps.task.lease import Lease
 from replicax._ps.task.service import TaskService
+from replicax._ps.task.task_session import TaskSession
 from replicax._ps.task.work import PsHost
+from replicax._src.cluster.spec import Task
 from replicax._src.program_kit.cluster_tasks import Credentials
 from replicax._src.vocabulary.errors import SnapshotError
 
@@ -193,14 +194,20 @@ def test_late_request_writes_nothing_under_a_number_that_was_used_again(tmp_path
     keeper.close()
 
 
+def served(host, now):
+    """Returns the service of a parameter server whose clock shows ``now[0]``."""
+    session = TaskSession("ps 0", 60.0, now[0])
+    return TaskService(Task("ps", 0), host, {}, session, clock=lambda: now[0])
+
+
 def test_server_describes_no_snapshot_whose_values_it_has_dropped(tmp_path):
     store = new_store(x=np.float32(1.0))
     store.snapshot(tmp_path)
-    service = TaskService(
-        "ps 0", PsHost(tmp_path, math.inf, 0, Credentials()), {}, Lease("ps 0", 60.0, time.monotonic())
-    )
+    now = [0.0]
+    service = served(PsHost(tmp_path, math.inf, 0, Credentials()), now)
     assert service.ask("status", {})["restored"]["incarnation"] == ME
-    service.watch(time.monotonic() + 100.0)  # its coordinator is silent
+    now[0] = 100.0
+    service.watch()  # its coordinator is silent
     status = service.ask("status", {})
     assert (status["incarnation"], status["restored"]) == (None, None)
     service.ask("hello", {"incarnation": ME, "ps": [], "again": True})
@@ -212,9 +219,10 @@ def test_server_describes_no_group_that_it_has_dropped(tmp_path):
     store = new_store(x=np.float32(1.0))
     folder = tmp_path / "group-0"
     store._snapshots.write(folder, 0, lambda: nullcontext({"position": [1, 9]}))
-    host = PsHost(tmp_path, math.inf, 0, Credentials())
-    service = TaskService("ps 0", host, {}, Lease("ps 0", 60.0, time.monotonic()))
+    now = [0.0]
+    service = served(PsHost(tmp_path, math.inf, 0, Credentials()), now)
     assert service.ask("status", {})["restored"]["groups"]["0"]["position"] == [1, 9]
-    service.watch(time.monotonic() + 100.0)
+    now[0] = 100.0
+    service.watch()
     assert service.ask("status", {})["restored"] is None
     service.close()
