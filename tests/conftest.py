@@ -19,6 +19,7 @@ import jax
 import pytest
 
 from replicax import config
+from replicax._src.cluster import machine_layout
 from replicax._src.devices.program_cache import keep_programs
 
 # Fixtures for tests of several processes. The tree of `make test-core` lacks the part that has them.
@@ -52,6 +53,19 @@ IN_HASTE = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.t
 hypothesis.settings.register_profile("replicax", derandomize=True, **IN_HASTE)
 hypothesis.settings.register_profile("search", **IN_HASTE)
 hypothesis.settings.load_profile("replicax")
+
+
+# A cluster binds its ports some seconds after they were found free. Processes of pytest-xdist take different ones.
+OF_PROCESS = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+NUM_PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+all_ports = machine_layout._static_ports
+
+
+def own_ports():
+    return [port for port in all_ports() if port == 0 or port % NUM_PROCESSES == OF_PROCESS % NUM_PROCESSES]
+
+
+machine_layout._static_ports = own_ports
 
 
 def pytest_configure(config):

@@ -34,7 +34,7 @@ from replicax._src.vocabulary.errors import InvalidArgumentError
 from replicax._src.wire.security import Security
 
 pytestmark = pytest.mark.timeout(180)
-SOON_S = 15.0  # what takes milliseconds on a quiet machine
+SOON_S = 40.0  # what takes milliseconds on a quiet machine
 
 
 @pytest.fixture(scope="module")

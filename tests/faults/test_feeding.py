@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import jax
@@ -65,7 +64,7 @@ def test_a_process_ends_while_its_source_is_slow(ending):
 
         def slow():
             yield np.arange(4)
-            {"yield np.arange(4); yield np.arange(4)" if "close" in ending else "time.sleep(60)"}
+            {"yield np.arange(4); yield np.arange(4)" if "close" in ending else "time.sleep(600)"}
             yield np.arange(4)
 
         iterator = iter(strategy.experimental_distribute_dataset(slow()))
@@ -73,15 +72,13 @@ def test_a_process_ends_while_its_source_is_slow(ending):
         print("ready", flush=True)
         {ending}
     """
-    start = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],
         env={**os.environ, "PYTHONPATH": str(SOURCE)},
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=200,
     )
-    assert time.monotonic() - start < 45
     assert "ready" in done.stdout
     assert done.returncode == ("KeyError" in ending), done.stderr
     assert ("KeyError" in done.stderr) == ("KeyError" in ending)
