@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 
 from checks import message
-from replicax._ps.client.request_rules import Connect, Pause, RequestRules, Send, Settle
+from replicax._ps.client.request_rules import (
+    EndRequest,
+    OpenConnection,
+    PauseUntil,
+    RequestRules,
+    SendRequest,
+)
 from replicax._ps.client.server_requests import Ask, answered_of
 from replicax._ps.transport.messages import Message
 from replicax._src.vocabulary.errors import (
@@ -40,7 +46,7 @@ class Client:
 
     def took(self, event, *arguments):
         before, self.action = self.action, event(*arguments)
-        if before is not None and not isinstance(before, Settle):
+        if before is not None and not isinstance(before, EndRequest):
             number = before.number
             self.late += [
                 lambda: self.rules.connected(number),
@@ -64,23 +70,23 @@ class Client:
 
     def waits(self, pause_s):
         """Checks the pause, and lets it pass."""
-        assert isinstance(self.action, Pause)
+        assert isinstance(self.action, PauseUntil)
         assert self.action.until == pytest.approx(self.now + pause_s)
         self.now = self.action.until
         return self.took(self.rules.time_passed, self.action.number, self.now)
 
     def connects_to(self, server):
-        assert isinstance(self.action, Connect)
+        assert isinstance(self.action, OpenConnection)
         assert self.action.server == server
         return self.connected()
 
     def sends(self, program=None):
-        assert isinstance(self.action, Send)
+        assert isinstance(self.action, SendRequest)
         assert self.action.program == program
         return self
 
     def settles(self, error=None, *, disconnects=False):
-        assert self.action == Settle(error, disconnects)
+        assert self.action == EndRequest(error, disconnects)
         return self
 
 
@@ -155,7 +161,7 @@ def test_a_server_that_does_not_come_back_is_given_up_after_three_pauses(client)
     for pause_s in (0.0, 0.2, 1.0):
         client.broke()
         client.waits(pause_s)
-        assert isinstance(client.action, Connect)
+        assert isinstance(client.action, OpenConnection)
     client.broke()
     client.settles(GONE, disconnects=True)
 
@@ -221,7 +227,7 @@ def test_a_clock_that_wakes_early_waits_for_the_rest(client):
     client.broke()
     pause = client.action
     assert client.rules.time_passed(pause.number, pause.until - 0.1) == pause
-    assert isinstance(client.rules.time_passed(pause.number, pause.until), Connect)
+    assert isinstance(client.rules.time_passed(pause.number, pause.until), OpenConnection)
 
 
 def test_a_lost_server_is_named(client):
@@ -434,10 +440,10 @@ def test_a_group_is_asked_until_the_deadline():
     client = Client(group=True)
     client.asks(deadline=5.0)
     num_tries = 0
-    while not isinstance(client.action, Settle):
+    while not isinstance(client.action, EndRequest):
         num_tries += 1
         client.broke()
-        if isinstance(client.action, Pause):
+        if isinstance(client.action, PauseUntil):
             client.waits(0.1 if num_tries > 1 else 0.0)
     client.settles(GONE, disconnects=True)
     assert 50 <= num_tries <= 52

@@ -4,8 +4,8 @@ Pure: each event returns the next action, and the caller has the connection and 
 a time. After a failure it connects again, if need be to the other server of the group, and sends the request again
 until it is answered, the pauses or the time are used up, or the request must not be repeated.
 
-``Connect`` and ``Send`` have numbers, and their outcome names that number. An outcome with another number is late, for
-example the answer that comes twice, or from a connection that was given up. It changes nothing.
+``OpenConnection`` and ``SendRequest`` have numbers, and their outcome names that number. An outcome with another number
+is late, for example the answer that comes twice, or from a connection that was given up. It changes nothing.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ _TURN_S: Final = 0.1
 """Seconds before the other server of a group is asked, until one of the two says that it is the primary."""
 
 
-class Connect(NamedTuple):
+class OpenConnection(NamedTuple):
     """Close the connection, if there is one, and open another one. The next event is ``connected`` or ``broke``."""
 
     number: int
     server: int
 
 
-class Send(NamedTuple):
+class SendRequest(NamedTuple):
     """Send the request, or the program with this digest. The next event is ``answered`` or ``broke``."""
 
     number: int
     program: str | None = None
 
 
-class Pause(NamedTuple):
+class PauseUntil(NamedTuple):
     """Close the connection. The next event is ``time_passed``, when it is ``until``."""
 
     number: int
     until: float
 
 
-class Settle(NamedTuple):
+class EndRequest(NamedTuple):
     """The request has ended: with this error, or with the last answer.
 
     Attributes:
@@ -61,8 +61,8 @@ class Settle(NamedTuple):
     disconnects: bool = False
 
 
-Action = Connect | Send | Pause | Settle
-_ANSWERED: Final = Settle(None)
+Action = OpenConnection | SendRequest | PauseUntil | EndRequest
+_ANSWERED: Final = EndRequest(None)
 
 
 class _Tries(NamedTuple):
@@ -174,7 +174,7 @@ class RequestRules:
         """The pause may be over."""
         if number != self._number:
             return None
-        return Pause(number, self._until) if now < self._until else self._send()
+        return PauseUntil(number, self._until) if now < self._until else self._send()
 
     # --- rules ----------------------------------------------------------------------------------------
 
@@ -185,10 +185,10 @@ class RequestRules:
             )
         self._number += 1
         if self._is_connected and self._server == self._primary:
-            return Send(self._number, self._program)
+            return SendRequest(self._number, self._program)
         self._is_connected = False  # its server is no longer the primary
         self._server = self._primary
-        return Connect(self._number, self._server)
+        return OpenConnection(self._number, self._server)
 
     def _send_program(self, error: UnknownProgramError) -> Action:
         if self._program is not None or error.digest in self._resent or error.digest not in self._programs:
@@ -210,7 +210,7 @@ class RequestRules:
         if self._until >= self._deadline or self._is_closed:
             return self._settle(self._named(error), disconnects=True)
         self._is_connected = False
-        return Pause(self._number, self._until)
+        return PauseUntil(self._number, self._until)
 
     def _pause_s(self, num_failures: int) -> float:
         """Returns the time before a message is sent again; infinite to give up."""
@@ -223,10 +223,10 @@ class RequestRules:
             return _PAUSES_S[num_failures]
         return _PAUSES_S[-1] if self.returns else math.inf
 
-    def _settle(self, error: Exception, *, disconnects: bool = False) -> Settle:
+    def _settle(self, error: Exception, *, disconnects: bool = False) -> EndRequest:
         if disconnects:
             self._is_connected = False
-        return Settle(error, disconnects)
+        return EndRequest(error, disconnects)
 
     def _named(self, error: UnavailableError | StaleCoordinatorError) -> Exception:
         if isinstance(error, UnavailableError) and not error.task:

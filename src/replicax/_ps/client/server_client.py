@@ -8,7 +8,14 @@ from typing import Any, final
 
 import numpy as np
 
-from replicax._ps.client.request_rules import Action, Connect, Pause, RequestRules, Send, Settle
+from replicax._ps.client.request_rules import (
+    Action,
+    EndRequest,
+    OpenConnection,
+    PauseUntil,
+    RequestRules,
+    SendRequest,
+)
 from replicax._ps.programs.programs import UpdateProgram
 from replicax._ps.transport.messages import Message
 from replicax._ps.transport.transport import Link, TaskClient
@@ -99,13 +106,13 @@ class ServerClient:
         """
         action, self._next = self._next, None
         answer: Message | None = None
-        while not isinstance(action, Settle):
-            if isinstance(action, Send):
+        while not isinstance(action, EndRequest):
+            if isinstance(action, SendRequest):
                 answer, action = self._received(action.number, deadline)
             else:
-                assert isinstance(action, Pause)  # ``_sent`` carries out the others
+                assert isinstance(action, PauseUntil)  # ``_sent`` carries out the others
                 action = self._paused(action)
-            if not isinstance(action, Settle):
+            if not isinstance(action, EndRequest):
                 action = self._sent(message, action)
         if action.disconnects:
             self._drop_connection()
@@ -132,11 +139,11 @@ class ServerClient:
     def _sent(self, message: Message, action: Action | None) -> Action:
         """Connects and sends, until an answer, the time or the caller is next."""
         while True:
-            if not isinstance(action, (Send, Connect)):
+            if not isinstance(action, (SendRequest, OpenConnection)):
                 assert action is not None  # the outcomes of this thread are never late
                 return action
             try:
-                if isinstance(action, Send):
+                if isinstance(action, SendRequest):
                     self._send(message if action.program is None else self._program(action.program))
                     return action
                 self._connect(action.server)
@@ -156,7 +163,7 @@ class ServerClient:
         self._connection.send(message)
         self.num_messages += 1
 
-    def _paused(self, pause: Pause) -> Action | None:
+    def _paused(self, pause: PauseUntil) -> Action | None:
         self._drop_connection()
         time.sleep(max(pause.until - time.monotonic(), 0.0))
         with self._rules_lock:

@@ -145,12 +145,12 @@ class TaskService:
         assert work is not None
         return work.answer(message)
 
-    def watch(self) -> EndTask | None:
+    def watch(self, now: float) -> EndTask | None:
         """Ends the session of a coordinator that is silent for too long. Returns the order to end the task, if it
         must.
         """
         with self._lock:
-            actions = self._session.time_passed(self._clock())
+            actions = self._session.time_passed(now)
             for action in actions:
                 if isinstance(action, DropWork):
                     _log.warning(

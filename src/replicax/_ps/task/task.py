@@ -234,7 +234,7 @@ class Server:
         """Lets the time pass in the coordinator's session until the task must stop."""
         assert self._service is not None
         while not self._service.is_to_stop.wait(_TICK_S):
-            end = self._service.watch()
+            end = self._service.watch(time.monotonic())
             if end is not None:
                 _log.warning("%s: %s; exiting.", self._server_def.task, end.why)
                 break
