@@ -16,7 +16,7 @@ import numpy as np
 
 from replicax._ps.programs.programs import UpdateProgram
 from replicax._ps.store.held_values import Spec
-from replicax._ps.store.store_rules import Closure, Version
+from replicax._ps.store.request_rules import Closure, Version
 from replicax._src.program_kit.errors import InvalidArgumentError, MessageError
 
 KnownVersions = Sequence[tuple[str, Version | None]]
