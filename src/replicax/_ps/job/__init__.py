@@ -1,0 +1,1 @@
+"""The job of a coordinator as a pure machine: events in, actions out. No sockets, threads, clocks, locks or futures."""
