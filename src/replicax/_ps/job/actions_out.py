@@ -49,7 +49,8 @@ class Perform:
 @final
 @dataclass(frozen=True, eq=False, slots=True)
 class OpenWorker:
-    """Open the connection for functions to a worker. ``WorkerBroke`` comes if it cannot be opened.
+    """Open the connection for functions to a worker, before later requests are sent to the worker. ``WorkerBroke`` comes
+    if it cannot be opened.
 
     Attributes:
       worker: The name of the worker.
@@ -104,7 +105,8 @@ class SendToWorker:
 @final
 @dataclass(frozen=True, eq=False, slots=True)
 class MakeProgram:
-    """Trace a function for elements of the shapes that a worker has met: ``Answered`` or ``Failed`` comes.
+    """Trace a function for elements of the shapes that a worker has met: ``Answered`` comes with the ``FunctionNeeds``
+    that it has then, or ``Failed``.
 
     Attributes:
       request: The number of the request.
@@ -143,7 +145,7 @@ class EndWait:
     Attributes:
       wait: The number of the wait.
       error: What the caller raises; None if what it waited for has come.
-      value: For a resource, its spec.
+      value: For "resource", its spec; for "failure", True if all functions have ended.
     """
 
     wait: int

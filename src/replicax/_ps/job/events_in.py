@@ -21,7 +21,7 @@ class FunctionNeeds:
     Attributes:
       programs: The digests of its programs.
       constants: The names of its constants.
-      resources: The names of the datasets and values that it takes.
+      resources: The names of the datasets and values that it takes, as in ``ResourceAdded``.
       num_bytes: The number of bytes of the arrays that travel with it.
     """
 
@@ -37,7 +37,8 @@ class Scheduled:
     """A caller schedules a function. ``Settle`` ends it, with its ``number``, which the caller counts.
 
     Attributes:
-      number: The place of the function in the order of scheduling.
+      number: The place of the function in the order of scheduling. Numbers grow, and one may be left out: a caller that
+        was interrupted.
       name: Its name, for messages.
       kind: A key that is equal for functions of one program.
       needs: What a worker must have first.
@@ -64,7 +65,7 @@ class WaitBegan:
     Attributes:
       wait: The number of the wait; never used again.
       kind: What it waits for. "room": a function may be queued. "failure": a kept failure may be raised; ends at once
-        if there is none. "idle": all functions have ended. "resource": a worker has made ``resource``, or none can.
+        if there is none, and says if all functions have ended. "idle": all functions have ended. "resource": a worker has made ``resource``, or none can.
         "ended": the job is closed, and no connection is left.
       resource: The name of the resource, if ``kind`` is "resource".
     """

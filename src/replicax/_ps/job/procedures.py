@@ -10,6 +10,7 @@ A procedure decides nothing from what it saw before a ``yield`` without looking 
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Generator, Hashable, Mapping
 from dataclasses import dataclass
 from itertools import count
@@ -69,25 +70,26 @@ Step = Request | Operation | Tracing | Pause | Until
 Procedure = Generator[Step, Any, Result]
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class _Running:
     """A procedure at its present step.
 
     Attributes:
       request: The number of the request whose answer it waits for; None if it waits for something else.
       until: The time at which its pause ends; None if it does not pause.
-      condition: What it waits for; None if it waits for nothing like that.
     """
 
+    key: Hashable
     generator: Procedure[Any]
     request: int | None = None
     until: float | None = None
-    condition: Callable[[], bool] | None = None
 
 
 @final
 class Procedures:
     """The procedures of a job, each under a key. Answers of a procedure that was stopped are ignored.
+
+    An event costs the same however many procedures there are, but for conditions, which are all looked at.
 
     Attributes:
       actions: The requests to send. The job takes them after each event.
@@ -96,7 +98,11 @@ class Procedures:
     def __init__(self) -> None:
         self.actions: list[Action] = []
         self._running: dict[Hashable, _Running] = {}
-        self._by_request: dict[int, Hashable] = {}
+        self._by_request: dict[int, _Running] = {}
+        self._pauses: list[
+            tuple[float, int, _Running]
+        ] = []  # a heap; those that have ended stay until their time
+        self._conditions: dict[_Running, Callable[[], bool]] = {}
         self._numbers = count(1)
 
     def __contains__(self, key: object) -> bool:
@@ -105,20 +111,21 @@ class Procedures:
     @property
     def wake_at(self) -> float | None:
         """The next time at which a pause ends; None if there is none."""
-        return min((each.until for each in self._running.values() if each.until is not None), default=None)
+        while self._pauses and not _is_pausing(self._pauses[0]):
+            heapq.heappop(self._pauses)
+        return self._pauses[0][0] if self._pauses else None
 
     def start(self, key: Hashable, procedure: Procedure[Any], now: float) -> None:
         """Starts a procedure, in place of the one that has this key."""
         self.stop(key)
-        self._running[key] = _Running(procedure)
-        self._resume(key, now, lambda: next(procedure))
+        self._running[key] = running = _Running(key, procedure)
+        self._resume(running, now, lambda: next(procedure))
 
     def stop(self, key: Hashable) -> None:
         """Ends a procedure where it is. Its ``finally`` clauses run. A procedure that runs now must not stop itself."""
         running = self._running.pop(key, None)
         if running is not None:
-            if running.request is not None:
-                del self._by_request[running.request]
+            self._waits_no_more(running)
             running.generator.close()
 
     def stop_all(self) -> None:
@@ -128,64 +135,74 @@ class Procedures:
 
     def answered(self, request: int, answer: Any, now: float) -> None:
         """Hands an answer to the procedure that waits for it."""
-        key = self._by_request.pop(request, None)
-        if key is not None:
-            generator = self._running[key].generator
-            self._resume(key, now, lambda: generator.send(answer))
+        running = self._by_request.get(request)
+        if running is not None:
+            self._resume(running, now, lambda: running.generator.send(answer))
 
     def failed(self, request: int, error: Exception, now: float) -> None:
         """Raises the error of a request in the procedure that waits for it."""
-        key = self._by_request.pop(request, None)
-        if key is not None:
-            generator = self._running[key].generator
-            self._resume(key, now, lambda: generator.throw(error))
+        running = self._by_request.get(request)
+        if running is not None:
+            self._resume(running, now, lambda: running.generator.throw(error))
 
     def hurry(self, key: Hashable, now: float) -> None:
         """Ends the pause of a procedure, if it pauses."""
         running = self._running.get(key)
-        if running is not None and running.until is not None:
-            running.until = now
+        if running is not None and running.until is not None and running.until > now:
+            self._pause(running, now)
 
-    def wake(self, now: float) -> None:
-        """Resumes the procedures whose pause is over, and those whose condition holds, until none is left."""
-        while True:
-            due = [key for key, each in self._running.items() if _is_due(each, now)]
-            if not due:
-                return
-            for key in due:
-                running = self._running.get(key)
-                if running is not None and _is_due(running, now):
-                    generator = running.generator
-                    self._resume(key, now, lambda generator=generator: next(generator))
+    def wake(self, now: float) -> bool:
+        """Resumes the procedures whose pause is over, and those whose condition holds, until none is left.
 
-    def _resume(self, key: Hashable, now: float, resume: Callable[[], Step]) -> None:
-        running = self._running[key]
-        running.request = running.until = running.condition = None
+        Returns True if there was one.
+        """
+        has_resumed = False
+        while (running := self._due(now)) is not None:
+            generator, has_resumed = running.generator, True
+            self._resume(running, now, lambda generator=generator: next(generator))
+        return has_resumed
+
+    def _due(self, now: float) -> _Running | None:
+        while self._pauses and self._pauses[0][0] <= now:
+            pause = heapq.heappop(self._pauses)
+            if _is_pausing(pause):
+                return pause[2]
+        return next((running for running, is_true in self._conditions.items() if is_true()), None)
+
+    def _resume(self, running: _Running, now: float, resume: Callable[[], Step]) -> None:
+        self._waits_no_more(running)
         try:
             step = resume()
         except StopIteration:
-            if self._running.get(key) is running:
-                del self._running[key]
+            del self._running[running.key]
             return
         match step:
             case Pause(seconds):
-                running.until = now + seconds
+                self._pause(running, now + seconds)
             case Until(is_true):
-                running.condition = is_true
+                self._conditions[running] = is_true
             case Request(task, op, header, timeout_s):
-                self._send(key, running, lambda number: Ask(number, task, op, header, timeout_s))
+                self._send(running, lambda number: Ask(number, task, op, header, timeout_s))
             case Operation(name, arguments):
-                self._send(key, running, lambda number: Perform(number, name, arguments))
+                self._send(running, lambda number: Perform(number, name, arguments))
             case Tracing(function, signature):
-                self._send(key, running, lambda number: MakeProgram(number, function, signature))
+                self._send(running, lambda number: MakeProgram(number, function, signature))
 
-    def _send(self, key: Hashable, running: _Running, action: Callable[[int], Action]) -> None:
+    def _waits_no_more(self, running: _Running) -> None:
+        if running.request is not None:
+            del self._by_request[running.request]
+        self._conditions.pop(running, None)
+        running.request = running.until = None
+
+    def _pause(self, running: _Running, until: float) -> None:
+        running.until = until
+        heapq.heappush(self._pauses, (until, next(self._numbers), running))
+
+    def _send(self, running: _Running, action: Callable[[int], Action]) -> None:
         running.request = number = next(self._numbers)
-        self._by_request[number] = key
+        self._by_request[number] = running
         self.actions.append(action(number))
 
 
-def _is_due(running: _Running, now: float) -> bool:
-    if running.until is not None:
-        return running.until <= now
-    return running.condition is not None and running.condition()
+def _is_pausing(pause: tuple[float, int, _Running]) -> bool:
+    return pause[2].until == pause[0]
