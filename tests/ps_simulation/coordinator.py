@@ -51,7 +51,17 @@ class Coordinator(TaskProcess):
     # --- the start ----------------------------------------------------------------------------------
 
     def start(self):
-        self.run(self._begin())
+        self.run_through(self._begin())
+
+    def run_through(self, routine):
+        """Starts a routine that must not raise."""
+        result = self.run(routine)
+
+        def check():
+            if result.error is not None:
+                raise AssertionError(f"{routine.__qualname__} raises {result.error!r}") from result.error
+
+        result.then(check)
 
     def _begin(self):
         scenario, instances, intervals = self.scenario, [], []

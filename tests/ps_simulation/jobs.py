@@ -145,7 +145,7 @@ class Jobs:
                 when = {"on": f"{name} {of_seed.randint(1, most)}"}
                 at = of_seed.choice([0.0, 0.002, 0.02, 1.0]) * of_seed.random()
             else:
-                when, at = {}, of_seed.uniform(0.0, 1.5 * horizon)
+                when, at = {"on": "job 1"}, of_seed.uniform(0.0, 1.5 * horizon)
             faults.append(self.fault(at, when))
         return faults
 
@@ -225,7 +225,7 @@ class Jobs:
         world.start(ServerTask(self, world, number, self.disks[number], self.interval_s))
 
     def begin_callers(self, coordinator):
-        coordinator.run(self.caller(coordinator))
+        coordinator.run_through(self.caller(coordinator))
 
     def caller(self, coordinator):
         """The program: it schedules, joins now and then, and closes the coordinator at the end."""
@@ -271,7 +271,9 @@ class Jobs:
 
     def ended(self, coordinator):
         """Ends the run: what is in the counters is read, and the job is closed."""
-        yield max(1.0, self.world.last_fault + self.settled_s - self.world.now)
+        yield 1.0
+        while (left_s := self.world.last_fault + self.settled_s - self.world.now) > 0.0:
+            yield left_s
         if not self.has_ended:
             self.check_servers(self.world)
             self.close(coordinator)
@@ -300,6 +302,7 @@ class Jobs:
     def traced(self, number, signature):
         yield 0.05
         function = self.functions[number]
+        function.programs = (*function.programs, f"program of {signature}")
         return FunctionNeeds(function.programs, (), function.resources, function.num_bytes)
 
     # --- what must hold at all times ----------------------------------------------------------------
@@ -364,7 +367,7 @@ class Jobs:
 
     def check_lost(self):
         """The job may be lost only for a reason that is true."""
-        assert self.num_server_faults or self.silence_s > SILENCE_S, f"lost: {self.failures[-1]!r}"
+        assert self.num_server_faults or self.silence_s > SILENCE_S, f"lost: {self.failures[-1:]}"
 
     def check_errors(self):
         """Functions fail only for reasons that are true."""

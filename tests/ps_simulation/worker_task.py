@@ -133,6 +133,8 @@ class WorkerTask(TaskProcess):
         for name in function.resources:
             if name not in self.resources:
                 raise ClosureAbortedError(f"This worker does not have the resource {name}.")
+        if function.signature and f"program of {function.signature}" not in function.programs:
+            return {"need": function.signature, "end": None}
         self.scenario.note_run(self, request)
         try:
             yield from self._pull(request)
