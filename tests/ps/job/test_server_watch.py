@@ -194,7 +194,7 @@ def test_job_stays_paused_while_a_restarted_server_is_resumed():
     job.ps[0].restarts(kept())
     job.ps[0].delays["status"] = 5.0
     assert job.run_until(lambda: "ps 0" in job.paused, 10.0)
-    assert not job.run_until(lambda: job.may_run, 4.0)
+    assert not job.run_until(lambda: job.may_run, 9.0)
     assert job.run_until(lambda: job.may_run, 4.0)
 
 

@@ -61,7 +61,7 @@ class ServerRecovery:
         except Exception as error:
             watch.not_resumed(error)
             return
-        state.answered(again["instance"], job.now)
+        watch.answered(again["instance"])
         if again["instance"] != instance:
             watch.probe()
             return
@@ -81,7 +81,7 @@ class ServerRecovery:
 
 
 def restored_state(job: JobHooks, watch: ServerWatch) -> Procedure[Mapping[str, Any] | None]:
-    """Returns the status of a restarted server that has a snapshot of this session, and pauses the job.
+    """Returns the status of a restarted server that has a snapshot of this session.
 
     Returns None if the server is not another process, or has no such snapshot. The job is broken then.
 
@@ -93,7 +93,7 @@ def restored_state(job: JobHooks, watch: ServerWatch) -> Procedure[Mapping[str, 
         watch.breaks(not_the_same(state, f"its variables are lost.{state.hint}"))
         return None
     status = yield Request(watch.name, "status", {}, STATUS_S)
-    state.answered(status["instance"], job.now)
+    watch.answered(status["instance"])
     if state.knows(status["instance"]):
         return None
     restored = status["restored"]
@@ -101,7 +101,6 @@ def restored_state(job: JobHooks, watch: ServerWatch) -> Procedure[Mapping[str, 
         why = "it has no snapshot of this coordinator's session, so its variables are lost."
         watch.breaks(not_the_same(state, why))
         return None
-    job.pause(watch.name)
     return status
 
 

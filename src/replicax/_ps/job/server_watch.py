@@ -84,6 +84,12 @@ class ServerWatch:
         if self.state.comes_back_s:
             self._job.pause(self.name)
 
+    def answered(self, instance: str) -> None:
+        """Records which process has answered. The job waits for one that is not accepted."""
+        self.state.answered(instance, self._job.now)
+        if self.state.is_replaced:
+            self.pause()
+
     def accept(self, instance: str) -> None:
         """Takes a process as the server. It is back."""
         self.state.accept(instance)
@@ -131,7 +137,7 @@ class ServerWatch:
 
     def _heard(self, answer: Mapping[str, Any]) -> None:
         state, instance = self.state, answer["instance"]
-        state.answered(instance, self._job.now)
+        self.answered(instance)
         if state.is_replaced:
             if not state.knows(instance):
                 self._rules.restarted(self)

@@ -148,6 +148,7 @@ class SnapshotsTogether:
     def _check_same(self, watch: ServerWatch, epoch: int) -> Procedure[None]:
         status = yield from self._status(watch)
         if status["instance"] != watch.state.instance:
+            watch.probe()
             raise UnavailableError("It has restarted, and is older than the others.", watch.name)
 
     def _write(self, watch: ServerWatch, epoch: int) -> Procedure[None]:
@@ -162,7 +163,7 @@ class SnapshotsTogether:
             status = yield request
         except UnavailableError:
             status = yield request
-        watch.state.answered(status["instance"], self._job.now)
+        watch.answered(status["instance"])
         return status
 
     def _not_taken(self, watch: ServerWatch, epoch: int, error: Exception) -> None:
@@ -267,7 +268,7 @@ class SnapshotsTogether:
         if missing:
             watch.breaks(incomplete(state, missing))
             return None
-        state.answered(instance, job.now)
+        watch.answered(instance)
         self._ready[watch.index] = instance
         return instance
 

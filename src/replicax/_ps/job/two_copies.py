@@ -116,17 +116,17 @@ class TwoCopies:
     # --- a server returns ----------------------------------------------------------------------------------
 
     def _return(self, watch: ServerWatch) -> Procedure[None]:
-        job, state = self._job, watch.state
+        state = watch.state
         try:
             status = yield Request(watch.name, "status", {}, STATUS_S)
-            state.answered(status["instance"], job.now)
+            watch.answered(status["instance"])
             if state.knows(status["instance"]):
                 return
             hello = yield Request(watch.name, "hello", self._hello, _HELLO_S)
         except Exception as error:
             watch.not_resumed(error)
             return
-        state.answered(hello["instance"], job.now)
+        watch.answered(hello["instance"])
         if (
             hello["instance"] != status["instance"]
         ):  # it restarted, or dropped what the status says that it has
