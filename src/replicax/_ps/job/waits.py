@@ -1,0 +1,66 @@
+"""``Waits``: what callers wait for, and when a wait ends."""
+
+from __future__ import annotations
+
+from typing import final
+
+from replicax._ps.job.actions_out import EndWait
+from replicax._ps.job.events_in import WaitBegan
+from replicax._ps.job.job_state import JobState
+from replicax._ps.job.resource_rules import ResourceRules
+from replicax._src.program_kit.errors import ContextError
+
+
+@final
+class Waits:
+    """The waits that have not ended. A failure goes to the oldest wait that may raise it, and only to that one.
+
+    Args:
+      state: The state of the job.
+      resources: The resources that workers make.
+    """
+
+    def __init__(self, state: JobState, resources: ResourceRules):
+        self._state, self._queue, self._resources = state, state.queue, resources
+        self._waits: dict[int, WaitBegan] = {}
+
+    def began(self, event: WaitBegan) -> None:
+        self._waits[event.wait] = event
+
+    def given_up(self, wait: int) -> None:
+        self._waits.pop(wait, None)
+
+    def look(self) -> None:
+        """Ends the waits that are over, after each event."""
+        if self._waits:
+            for wait in list(self._waits.values()):
+                end = self._end_of(wait)
+                if end is not None:
+                    del self._waits[wait.wait]
+                    self._state.act(end)
+
+    def fail(self, error: BaseException) -> None:
+        """Ends all waits with an error; those for the end without one."""
+        for wait in self._waits.values():
+            self._state.act(EndWait(wait.wait, None if wait.kind == "ended" else error))
+        self._waits.clear()
+
+    def _end_of(self, wait: WaitBegan) -> EndWait | None:
+        """Returns the end of a wait; None if it goes on."""
+        queue = self._queue
+        match wait.kind:
+            case "resource":
+                outcome = self._resources.outcome(wait.resource)
+                return None if outcome is None else EndWait(wait.wait, outcome.error, outcome.spec)
+            case "ended":
+                return EndWait(wait.wait) if queue.is_closed else None
+            case _ if queue.has_error:
+                return EndWait(wait.wait, queue.collect()) if queue.is_idle else None
+            case "idle":
+                return EndWait(wait.wait) if queue.is_idle else None
+            case "failure":
+                return EndWait(wait.wait, value=queue.is_idle)
+            case "room" if queue.is_closed:
+                return EndWait(wait.wait, ContextError("This ClusterCoordinator is closed. Make a new one."))
+            case "room":
+                return None if queue.is_full else EndWait(wait.wait)
