@@ -82,6 +82,10 @@ class JobState:
         return self.queue.is_quiet
 
     @property
+    def num_in_flight(self) -> int:
+        return self.queue.num_in_flight
+
+    @property
     def is_over(self) -> bool:
         return self.queue.is_closed or self.queue.is_broken
 

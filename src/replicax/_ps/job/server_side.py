@@ -76,6 +76,11 @@ class JobHooks(Protocol):
         ...
 
     @property
+    def num_in_flight(self) -> int:
+        """The number of functions that workers have taken and that have not ended."""
+        ...
+
+    @property
     def is_over(self) -> bool:
         """True if the job is closed, or broken now: then ``is_quiet`` may never come."""
         ...
