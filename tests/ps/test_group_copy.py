@@ -142,7 +142,7 @@ def test_nothing_is_kept_for_a_backup_dropped_during_its_copy(network, add, monk
     network.view(4, 0, None)
     bringing.join(20.0)
     assert not bringing.is_alive()
-    log = network.servers[0]._copies[GROUP]._state.log
+    log = network.servers[0]._copies[GROUP]._state.rules.log
     monkeypatch.setattr(log, "max_bytes", 3 * group_entries.ENTRY_BYTES)
     for number in range(1, 6):
         network.step(0, add, number, [ONE])
@@ -169,7 +169,7 @@ def bringing(network):
 
 def test_requests_are_answered_during_a_slow_copy(network, add, monkeypatch):
     size = group_entries.ENTRY_BYTES + ONE.nbytes
-    monkeypatch.setattr(network.servers[0]._copies[GROUP]._state.log, "max_bytes", 3 * size)
+    monkeypatch.setattr(network.servers[0]._copies[GROUP]._state.rules.log, "max_bytes", 3 * size)
     monkeypatch.setattr(group_copy, "_WAIT_S", 0.5)
     monkeypatch.setattr(group_copy, "_ROOM_S", 0.3)
     with bringing(network):
@@ -187,12 +187,12 @@ def test_requests_are_answered_during_a_slow_copy(network, add, monkeypatch):
 
 def test_updates_during_a_copy_are_bounded(network, add, monkeypatch):
     copy = network.servers[0]._copies[GROUP]
-    monkeypatch.setattr(copy._state.log, "max_bytes", 4 * group_entries.ENTRY_BYTES)
+    monkeypatch.setattr(copy._state.rules.log, "max_bytes", 4 * group_entries.ENTRY_BYTES)
     monkeypatch.setattr(group_copy, "_ROOM_S", 0.0)
     with bringing(network):
         for number in range(6):
             network.step(0, add, number, [ONE])
-        assert not copy._state.log.is_on
+        assert not copy._state.rules.log.is_on
         assert network.part(0)["backup"] == "failed"
         assert "more than log_bytes=" in network.part(0)["error"]
     network.view(4, 0, None)
@@ -205,7 +205,7 @@ def test_repeated_messages_during_a_copy_are_not_kept_again(network, add):
     with bringing(network):
         for _ in range(4):
             network.step(0, add, 0, [ONE])
-        log = network.servers[0]._copies[GROUP]._state.log
+        log = network.servers[0]._copies[GROUP]._state.rules.log
         assert log.num_bytes == ONE.nbytes + 4 * group_entries.ENTRY_BYTES
     network.until_in_sync()
     assert network.ask(0, "checksum").header["is_on_two"]

@@ -15,11 +15,10 @@ from checks import message
 from exported import update_program
 from group_network import GROUP, ME, ONE, Network, Open, Way
 from replicax._ps.store import snapshot_keeper
-from replicax._ps.store.backup_way import ACK_S
+from replicax._ps.store.ack_patience import ACK_S, LONGEST_WRITE_S
 from replicax._ps.store.log import Position
 from replicax._ps.store.snapshots import SnapshotFolder
 from replicax._ps.store.store import Store
-from replicax._ps.store.store_snapshots import LONGEST_WAIT_S
 from replicax._ps.task.work import PsHost
 from replicax._ps.transport.messages import Message
 from replicax._src.cluster.credentials import Credentials
@@ -214,7 +213,7 @@ def test_backup_may_be_silent_longer_while_writing_a_snapshot(network, add, monk
     network.step(0, add, 1, [ONE])
     assert waited[0] == ACK_S
     assert (
-        min(waited[1:]) > LONGEST_WAIT_S
+        min(waited[1:]) > LONGEST_WRITE_S
     )  # from the ordering on, before it is known whether the backup writes
     goes_on.set()
     until(lambda: not network.keeper(1).is_writing)

@@ -24,9 +24,9 @@ from asked_store import ME, ask, create, send
 from replicax._ps.programs.programs import NamedRows, UpdateProgram
 from replicax._ps.store import (
     held_values,
-    snapshot_entries,
-    snapshot_manifest,
     snapshot_parts,
+    snapshot_plan,
+    snapshot_rules,
     snapshots,
 )
 from replicax._ps.store.store import Store
@@ -105,7 +105,7 @@ def numbers(directory):
 @pytest.mark.parametrize("is_copied", [True, False])
 def test_snapshot_has_the_bytes_of_the_changes(tmp_path, monkeypatch, is_copied):
     if not is_copied:
-        monkeypatch.setattr(snapshot_entries, "_MAX_COPIED_BYTES", 0)
+        monkeypatch.setattr(snapshot_plan, "MAX_COPIED_BYTES", 0)
     store = new_store()
     held = store.statistics()["bytes"]
     base = store.snapshot(tmp_path)
@@ -176,7 +176,7 @@ def test_recreated_shards_are_new_ones(tmp_path):
 
 
 def test_bounds_of_a_chain(tmp_path, monkeypatch):
-    monkeypatch.setattr(snapshot_manifest, "MAX_FILES", 4)
+    monkeypatch.setattr(snapshot_rules, "MAX_FILES", 4)
     store = new_store()
     are_bases = []
     for number in range(11):
@@ -184,18 +184,18 @@ def test_bounds_of_a_chain(tmp_path, monkeypatch):
         are_bases.append(store.snapshot(tmp_path)["is_base"])
     assert [n for n, is_base in enumerate(are_bases) if is_base] == [0, 4, 8]
     assert numbers(tmp_path) == [5, 6, 7, 8, 9, 10, 11]  # of the last base, and of the one before
-    monkeypatch.setattr(snapshot_manifest, "MAX_FILES", 100)
+    monkeypatch.setattr(snapshot_rules, "MAX_FILES", 100)
     for number in range(60):
         update(store, *range(number, ROWS, 400))
         store.snapshot(tmp_path)
         # Two chains, and their descriptions, which are large for so small a table.
         held = sum(path.stat().st_size for path in tmp_path.iterdir())
-        assert held <= (2 * snapshot_manifest.GROWTH + 0.5) * store.statistics()["bytes"]
+        assert held <= (2 * snapshot_rules.GROWTH + 0.5) * store.statistics()["bytes"]
     assert_same(restored(tmp_path)[0], values(store))
 
 
 def test_snapshots_after_a_rewind_are_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr(snapshot_manifest, "MAX_FILES", 3)
+    monkeypatch.setattr(snapshot_rules, "MAX_FILES", 3)
     store = new_store()
     for epoch in range(1, 5):
         update(store, epoch)
@@ -251,7 +251,7 @@ def test_chain_does_not_continue_from_removed_files(tmp_path):
 def chains(tmp_path_factory):
     """A folder with two chains of three, and the values of each snapshot."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(snapshot_manifest, "MAX_FILES", 3)
+        patch.setattr(snapshot_rules, "MAX_FILES", 3)
         directory, store, states = tmp_path_factory.mktemp("chains"), new_store(), {}
         for number in range(1, 7):
             update(store, number, 100 * number, seed=number)
@@ -381,8 +381,8 @@ def test_restore_gives_the_last_intact_snapshot(tmp_path, data):
     store, states, is_flipped = new_store(), [], False
     row = st.integers(-2, ROWS + 1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(snapshot_manifest, "MAX_FILES", data.draw(st.integers(1, 4)))
-        patch.setattr(snapshot_entries, "_MAX_COPIED_BYTES", data.draw(st.sampled_from([0, 1000, 1 << 24])))
+        patch.setattr(snapshot_rules, "MAX_FILES", data.draw(st.integers(1, 4)))
+        patch.setattr(snapshot_plan, "MAX_COPIED_BYTES", data.draw(st.sampled_from([0, 1000, 1 << 24])))
         for _ in range(data.draw(st.integers(3, 14))):
             what = data.draw(
                 st.sampled_from(["rows", "rows", "all", "snapshot", "snapshot", "full", "killed", "flip"])

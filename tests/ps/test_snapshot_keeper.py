@@ -99,7 +99,7 @@ def test_snapshots_are_only_taken_on_request_after_the_first_epoch(store, keepin
     create(store, "v")
     time.sleep(0.3)
     assert count(keeper) == 2
-    keeper.begin()  # another coordinator
+    keeper.begin("another")
     until_count(keeper, 3)
 
 

@@ -182,7 +182,7 @@ def test_a_snapshot_is_of_one_moment(tmp_path, monkeypatch):
 def test_update_waits_if_too_much_memory_would_be_doubled(tmp_path, monkeypatch, ends):
     store = new_store(w=np.zeros(4, np.float32), v=np.zeros(4, np.float32))
     monkeypatch.setattr(unwritten, "_MIN_TWICE_BYTES", 0)
-    monkeypatch.setattr("replicax._ps.store.store_snapshots.LONGEST_WAIT_S", 0.2 if ends == "late" else 60)
+    monkeypatch.setattr("replicax._ps.store.store_snapshots.LONGEST_WRITE_S", 0.2 if ends == "late" else 60)
     write_entry, threads = snapshots.write_entry, []
 
     def write(file, number, entry):

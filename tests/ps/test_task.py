@@ -146,7 +146,7 @@ def test_log_bytes_reaches_the_log():
     host.begin("me", [])
     view = View(0, 1, 0, 1)
     host.asks["group"]({"incarnation": "me", "view": view.described(), "ps": ["a:1", "b:1"]})
-    assert host._copies._copies[0]._state.log.max_bytes == 12345
+    assert host._copies._copies[0]._state.rules.log.max_bytes == 12345
 
 
 def test_a_server_whose_port_is_in_use_starts_when_it_is_free():

@@ -180,6 +180,7 @@ class Epochs:
         self._session, self._pool, self._lock, self._knows = session, pool, lock, knows
         self._interval_s = min(s for s in session.snapshot_intervals_s if s is not None)
         self.last = 0
+        self._asked = 0  # the last epoch that was asked for: a server may still write it, so it is not used again
         self._num_finished = 0
         self._num_made = 0
         self._order = list(range(len(session.ps_addresses)))
@@ -216,7 +217,8 @@ class Epochs:
 
     def _take(self) -> None:
         made, finished = self._session.num_made, self._pool.closure_statistics()["finished"]
-        header = {"incarnation": self._session.incarnation, "epoch": self.last + 1}
+        self._asked += 1
+        header = {"incarnation": self._session.incarnation, "epoch": self._asked}
         for index in self._order:
             try:
                 with contextlib.closing(self._session.connect("ps", index)) as client:
@@ -228,7 +230,7 @@ class Epochs:
             except Exception as error:
                 self._fail(index, error)
                 return
-        self.last, self._num_made, self._num_finished = self.last + 1, made, finished
+        self.last, self._num_made, self._num_finished = self._asked, made, finished
         self._has_failed = False
 
     def _fail(self, index: int, error: Exception) -> None:
@@ -238,7 +240,7 @@ class Epochs:
         if not self._has_failed and not isinstance(error, UnavailableError):
             log.warning(
                 "The parameter servers have no common snapshot of epoch %d yet; trying again: %s",
-                self.last + 1,
+                self._asked,
                 error,
             )
         self._has_failed = True

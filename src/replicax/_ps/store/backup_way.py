@@ -1,24 +1,15 @@
-"""``BackupWay``: the primary's connection to its backup, for one epoch. ``AckPatience``: how long the backup may
-be silent.
-"""
+"""``BackupWay``: the primary's connection to its backup, for one epoch."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any, Final, final
 
-from replicax._ps.store.store_snapshots import LONGEST_WAIT_S
+from replicax._ps.store.ack_patience import ACK_S
 from replicax._ps.transport.messages import Message
 from replicax._ps.transport.transport import TaskClient
 from replicax._src.program_kit.errors import UnavailableError
 
-ACK_S: Final = 5.0
-"""The longest wait for an acknowledgment after the primary has applied the update. Later, the backup counts as
-unreachable.
-"""
-_TIMES_AS_LONG: Final = 4.0
-"""The backup may take this many times as long as the primary, because it may have to compile on a busy machine."""
 _COPY_S: Final = 120.0
 _SEND_BYTES_PER_S: Final = 50 << 20
 
@@ -73,31 +64,3 @@ class BackupWay:
         """
         self._link.close()
         self._client.close()
-
-
-@final
-class AckPatience:
-    """Says how long the backup may be silent: longer after slow updates, and while it writes a snapshot."""
-
-    def __init__(self) -> None:
-        self._slow_until = self._writes_until = 0.0
-        self._snapshot_seq = 0
-
-    def took(self, seconds: float) -> None:
-        """Records that the primary needed this long for the update that the backup applies now."""
-        if seconds > ACK_S / _TIMES_AS_LONG:
-            self._slow_until = max(self._slow_until, time.monotonic() + ACK_S + _TIMES_AS_LONG * seconds)
-
-    def order_snapshot(self, seq: int) -> None:
-        """Records that update ``seq`` orders a snapshot. The backup may write from now on."""
-        self._snapshot_seq, self._writes_until = seq, time.monotonic() + LONGEST_WAIT_S
-
-    def said(self, seq: int, *, writes: bool) -> None:
-        """Records that the backup has applied update ``seq``, and whether it is writing a snapshot."""
-        if seq >= self._snapshot_seq:
-            self._writes_until = time.monotonic() + LONGEST_WAIT_S if writes else 0.0
-
-    def ack_s(self) -> float:
-        """Returns the seconds that the backup may be silent from now on."""
-        now = time.monotonic()
-        return max(ACK_S, self._slow_until - now, self._writes_until + ACK_S - now)

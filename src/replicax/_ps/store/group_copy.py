@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from replicax._ps.store.backup_sync import BackupSync, CopyTaker
-from replicax._ps.store.backup_way import AckPatience, BackupWay
-from replicax._ps.store.group_entries import Entry, applied, is_change, is_snapshot
+from replicax._ps.store.backup_way import BackupWay
+from replicax._ps.store.copy_rules import NextStep
+from replicax._ps.store.group_entries import Entry, applied, is_change, is_refusal, is_snapshot
 from replicax._ps.store.group_rules import Partner, Place, Refusal, View
 from replicax._ps.store.group_state import GroupState
+from replicax._ps.store.keeper_rules import Progress
 from replicax._ps.store.log import DEFAULT_LOG_BYTES, Position
 from replicax._ps.store.snapshot_keeper import SnapshotKeeper
-from replicax._ps.store.store_contents import Progress
 from replicax._ps.transport.messages import Message
 from replicax._ps.transport.transport import TaskClient
 from replicax._src.program_kit.errors import SnapshotError, UnavailableError
@@ -36,7 +37,8 @@ blocks them.
 class GroupCopy:
     """A store, the connection to the other server of the group, and the rules. All methods are thread-safe.
 
-    ``GroupState`` has its parts and its two locks. ``BackupSync`` brings a joining backup up to date.
+    ``CopyRules`` decides. ``GroupState`` has the parts and the two locks. ``BackupSync`` brings a joining backup up to
+    date.
 
     Args:
       group: The number of the group.
@@ -63,9 +65,6 @@ class GroupCopy:
         self._connect = connect
         self._sync = BackupSync(self._state, connect)
         self._taker = CopyTaker(self._state)
-        self._patience = AckPatience()
-        self._opened_epoch = 0
-        self._is_reading = False
         self._keeper = None if keep is None else keep(self)
         self.restored = None if self._keeper is None else self._keeper.restored
 
@@ -76,22 +75,16 @@ class GroupCopy:
           InvalidArgumentError: This server lacks data that its role in the view needs.
         """
         with self._state.changed:
-            if view.epoch <= self._state.rules.epoch:
+            if view.epoch <= self._state.rules.role.epoch:
                 return
             ways = self._state.take_ways()
         for way in ways:
             way.close()  # threads that wait on it check again
         with self._state.changed:
-            was_primary = self._state.rules.is_primary
             if not self._state.rules.take(view):
                 return
-            if not self._state.rules.is_primary:
-                self._state.log.end()
-            elif not was_primary:
-                self._state.log.begin(self._state.rules.position)
-                self._state.lacks = ()
             self._state.changed.notify_all()
-            brings = self._state.rules.partner is Partner.JOINING
+            brings = self._state.rules.brings
             if view.backup == self._state.task and view.is_joining:
                 self._taker.begin()
         if brings:
@@ -111,27 +104,28 @@ class GroupCopy:
         is_update = is_change(message.header)
         with self._state.order:
             with self._state.changed:
-                place = self._state.rules.order(is_change=is_update)
-                epoch, partner = self._state.rules.epoch, self._state.rules.partner
-                entry = Entry(self._state.rules.position, message if is_update else None)
-                if is_update or partner is Partner.IN_SYNC:
-                    self._state.log.append(entry.position, entry)
-                if is_snapshot(message.header):
-                    self._patience.order_snapshot(entry.position.seq)
-            if partner is Partner.IN_SYNC:
-                self._send(epoch, entry)
+                ordered = self._state.rules.order(
+                    time.monotonic(), is_change=is_update, is_snapshot=is_snapshot(message.header)
+                )
+                entry = Entry(ordered.position, message if is_update else None)
+                if ordered.is_logged:
+                    self._state.rules.log.append(entry.position, entry)
+            if ordered.is_sent:
+                self._send(ordered.epoch, entry)
             began = time.monotonic()
             answer, error, outcome = self._apply(message)
+            now = time.monotonic()
             with self._state.changed:
                 entry.outcome = outcome if is_update else ""  # the backup does not execute reads
-            self._patience.took(time.monotonic() - began)
-            if partner is not Partner.IN_SYNC and is_update:
+                entry.is_refused = is_update and is_refusal(message.header, error)
+                self._state.rules.patience.took(now - began, now)
+            if is_update and not ordered.is_sent:
                 self._state.own(entry)
         until = time.monotonic() + _WAIT_S
         if is_update:
             self._wait_for_room()
         try:
-            self._wait(place, until)
+            self._wait(ordered.place, until)
         finally:
             if self._state.keeps(entry):  # the backup may still need it
                 with self._state.order:
@@ -140,7 +134,7 @@ class GroupCopy:
             raise error
         assert answer is not None
         if message.header.get("op") == "checksum":  # the backup's was equal, or it is no longer in sync
-            return Message({**answer.header, "is_on_two": self._state.rules.partner is Partner.IN_SYNC})
+            return Message({**answer.header, "is_on_two": self._state.rules.role.partner is Partner.IN_SYNC})
         return answer
 
     def forwarded(self, message: Message) -> Message:
@@ -161,8 +155,6 @@ class GroupCopy:
             if answer:
                 with self._state.changed:
                     self._state.rules.applied(Position(header["ordered_in"], seq))
-                    if self._state.rules.is_primary:  # it became the primary while it applied this
-                        self._state.log.begin(self._state.rules.position)
         return Message({"applied": seq, "outcome": outcome, "writes": self._writes})
 
     def statistics(self) -> dict[str, Any]:
@@ -176,7 +168,7 @@ class GroupCopy:
     def is_primary(self) -> bool:
         """True if this server serves clients, in the newest view that it has."""
         with self._state.changed:
-            return self._state.rules.is_primary
+            return self._state.rules.role.is_primary
 
     def described(self) -> dict[str, Any]:
         """Returns the role of this server (see ``GroupRules.described``), the last error of the backup, and the
@@ -184,7 +176,11 @@ class GroupCopy:
         """
         updates = self._state.store.statistics()["updates"]
         with self._state.changed:
-            return {**self._state.rules.described(), "error": self._state.error, "updates": updates}
+            return {
+                **self._state.rules.role.described(),
+                "error": self._state.rules.error,
+                "updates": updates,
+            }
 
     def close_keeper(self) -> None:
         """Takes a last snapshot, while the store still exists."""
@@ -196,7 +192,7 @@ class GroupCopy:
         if self._keeper is not None:
             self._keeper.end()
         with self._state.changed:
-            self._state.is_closed = True
+            self._state.rules.is_closed = True
             ways = self._state.take_ways()
             self._state.changed.notify_all()
         for way in ways:
@@ -214,7 +210,7 @@ class GroupCopy:
     def position(self) -> Position:
         """The position of the last update that was applied."""
         with self._state.changed:
-            return self._state.rules.position
+            return self._state.rules.role.position
 
     def order_snapshot(self) -> None:
         """Orders a snapshot on both servers, at the same place in the order of updates. Only the primary does
@@ -236,7 +232,7 @@ class GroupCopy:
         @contextlib.contextmanager
         def moment() -> Iterator[Mapping[str, Any]]:
             with self._state.order:
-                if self._state.is_closed or store is not self._state.store:
+                if self._state.rules.is_closed or store is not self._state.store:
                     raise SnapshotError(
                         f"The copy of group {self._state.group} is being replaced. The next snapshot will be of "
                         "the new copy."
@@ -254,8 +250,8 @@ class GroupCopy:
         told = self._state.store.restore(directory, epoch)
         if told is not None and told["incarnation"] == self._state.incarnation:
             with self._state.changed:
-                self._state.rules.restored(Position(*told["position"]))
-                self._state.lacks = None if told["num_held_gradients"] else told["programs"]
+                lacks = None if told["num_held_gradients"] else told["programs"]
+                self._state.rules.restored(Position(*told["position"]), lacks)
             return told
         self._state.store = self._state.new_store()
         return None
@@ -279,18 +275,17 @@ class GroupCopy:
         try:
             way = self._state.way or self._open(epoch)
             if way is not None and way.epoch == epoch:
-                way.send(self._state.message(epoch, entry), self._patience.ack_s())
+                way.send(self._state.message(epoch, entry), self._ack_s())
         except Exception as error:
             self._state.lose(epoch, error)
 
     def _open(self, epoch: int) -> BackupWay | None:
         """Opens the connection to a backup that has had everything from the beginning. It tries once per epoch."""
         with self._state.changed:
-            view = self._state.rules.view
-            if view is None or view.epoch != epoch or view.backup is None or self._opened_epoch == epoch:
-                return None
-            self._opened_epoch = epoch
-        way = BackupWay(epoch, self._connect(view.backup))
+            backup = self._state.rules.opens(epoch)
+        if backup is None:
+            return None
+        way = BackupWay(epoch, self._connect(backup))
         return way if self._state.use(way) else None
 
     # --- the primary: waiting --------------------------------------------------------------------------
@@ -304,20 +299,16 @@ class GroupCopy:
                 return
             # Use the full limit, even if this thread may wait less: a reader with a short limit would lose a
             # healthy backup.
-            self._read(way, self._patience.ack_s())
+            self._read(way, self._ack_s())
 
     def _wait_for_room(self) -> None:
         """Waits while the joining backup lacks much, so that updates arrive more slowly than they are sent to it."""
         with self._state.changed:
-            self._state.changed.wait_for(lambda: not self._has_much_waiting, _ROOM_S)
+            self._state.changed.wait_for(lambda: not self._state.rules.has_much_waiting, _ROOM_S)
 
-    @property
-    def _has_much_waiting(self) -> bool:
-        return (
-            self._state.rules.partner is Partner.JOINING
-            and self._state.log.is_half_full
-            and not self._state.is_closed
-        )
+    def _ack_s(self) -> float:
+        with self._state.changed:
+            return self._state.rules.patience.ack_s(time.monotonic())
 
     def _reads_next(self, place: Place, until: float) -> BackupWay | None:
         """Returns None once the message may be answered, else the connection that this thread must read next.
@@ -325,24 +316,14 @@ class GroupCopy:
         The caller holds ``changed``.
         """
         while True:
-            if self._state.is_closed:
-                raise UnavailableError("The coordinator's session on this parameter server has ended.")
-            if self._state.rules.may_answer(place):
-                return None
-            left_s = until - time.monotonic()
-            if left_s <= 0:
-                raise UnavailableError(
-                    f"The update was not acknowledged within {_WAIT_S:g} s: the backup of group "
-                    f"{self._state.group} is {self._state.rules.partner}. {self._state.error}"
-                )
-            if (
-                self._state.way is not None
-                and self._state.rules.partner is Partner.IN_SYNC
-                and not self._is_reading
-            ):
-                self._is_reading = True
-                return self._state.way
-            self._state.changed.wait(left_s)
+            way, left_s = self._state.way, until - time.monotonic()
+            match self._state.rules.next_step(place, left_s, can_read=way is not None):
+                case NextStep.ANSWER:
+                    return None
+                case NextStep.READ:
+                    return way
+                case NextStep.WAIT:
+                    self._state.changed.wait(left_s)
 
     def _read(self, way: BackupWay, left_s: float) -> None:
         try:
@@ -350,39 +331,25 @@ class GroupCopy:
         except Exception as error:
             self._state.lose(way.epoch, error)
             with self._state.changed:
-                self._is_reading = False
+                self._state.rules.has_read()
                 self._state.changed.notify_all()
             return
         with self._state.changed:
-            self._is_reading = False
+            self._state.rules.has_read()
             self._note(way.epoch, header)
             self._state.changed.notify_all()
 
     def _note(self, epoch: int, header: Mapping[str, Any]) -> None:
         """Records the backup's answer to a message. The caller holds ``changed``."""
+        rules = self._state.rules
         if "refused" in header:
-            self._state.error = f"The backup refuses what it is sent: {header['refused']}."
-            self._state.rules.refused(epoch, Refusal(header["refused"]))
+            rules.refused(epoch, Refusal(header["refused"]))
             return
-        seq, outcome = header["applied"], header["outcome"]
-        self._patience.said(seq, writes=header["writes"])
-        entry = self._state.log.get(seq)
-        if entry is not None and not entry.agrees(outcome):
-            self._differs(epoch, seq, outcome)
-            return
-        if epoch == self._state.rules.epoch:
-            self._state.log.acknowledge(seq)
-        self._state.rules.acknowledge(epoch, seq)
-
-    def _differs(self, epoch: int, seq: int, outcome: str) -> None:
-        self._state.error = (
-            f"Message {seq} gave {outcome or 'no outcome'!r} on the backup, unlike on the primary."
-        )
-        _log.error(
-            "The two copies of group %d differ: %s The backup is dropped and will be copied again. Check that "
-            "both machines have the same jaxlib and the same kind of CPU.",
-            self._state.group,
-            self._state.error,
-        )
-        self._state.log.end()  # its entries are useless for the backup now
-        self._state.rules.lose(epoch)
+        said = header["applied"], header["outcome"], time.monotonic()
+        if not rules.acknowledged(epoch, *said, writes=header["writes"]):
+            _log.error(
+                "The two copies of group %d differ: %s The backup is dropped and will be copied again. Check that "
+                "both machines have the same jaxlib and the same kind of CPU.",
+                self._state.group,
+                rules.error,
+            )

@@ -10,6 +10,7 @@ import numpy as np
 from replicax._ps.store.log import Position
 from replicax._ps.store.store import Store
 from replicax._ps.transport.messages import Message
+from replicax._src.program_kit.errors import ReplicaxError
 
 _READS: Final = frozenset({"find"})
 _DUPLICATE: Final = "duplicate"
@@ -27,16 +28,18 @@ class Entry:
       position: Its place in the order.
       header: The header of the message; None if there is nothing to execute.
       outcome: The result, as ``applied`` returns it. Both servers must get the same one. None until it is known.
+      is_refused: True if the primary has refused the message, which has changed nothing. A backup that gets it later
+        does not execute it: it may have what the primary lacked then.
     """
 
-    __slots__ = ("_is_owned", "arrays", "header", "outcome", "position")
+    __slots__ = ("_is_owned", "arrays", "header", "is_refused", "outcome", "position")
 
     def __init__(self, position: Position, message: Message | None):
         self.position = position
         self.outcome: str | None = None
         self.header: Mapping[str, Any] | None = None
         self.arrays: Sequence[np.ndarray] = ()
-        self._is_owned = False
+        self.is_refused = self._is_owned = False
         if message is None:
             return
         self.header, self.arrays = message.header, message.arrays
@@ -54,15 +57,19 @@ class Entry:
         if self._is_owned:
             return
         self._is_owned = True
-        if self.outcome == _DUPLICATE:  # it changed nothing, and a waiting client may send it many times
+        if self._changes_nothing:  # a waiting client may send it many times
             self.header, self.arrays = None, ()
         else:
             self.arrays = [np.array(array) for array in self.arrays]
 
     def agrees(self, outcome: str) -> bool:
         """True if the backup's result is compatible with the primary's."""
-        is_empty = self._is_owned and self.outcome == _DUPLICATE and not outcome
+        is_empty = self._is_owned and self._changes_nothing and not outcome
         return is_empty or self.outcome in (None, outcome)
+
+    @property
+    def _changes_nothing(self) -> bool:
+        return self.outcome == _DUPLICATE or self.is_refused
 
 
 def is_change(header: Mapping[str, Any]) -> bool:
@@ -76,6 +83,11 @@ def is_change(header: Mapping[str, Any]) -> bool:
 def is_snapshot(header: Mapping[str, Any] | None) -> bool:
     """True if a message orders a snapshot on both servers."""
     return header is not None and header.get("op") == "snapshot"
+
+
+def is_refusal(header: Mapping[str, Any], error: Exception | None) -> bool:
+    """True if an error says that a message has changed nothing. A refused round has lost some gradients."""
+    return isinstance(error, ReplicaxError) and header.get("op") != "apply"
 
 
 def applied(store: Store, message: Message) -> tuple[Message | None, Exception | None, str]:

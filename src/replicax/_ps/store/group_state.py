@@ -1,15 +1,13 @@
-"""``GroupState``: the rules, log, store and connections that both roles of a server in a group use."""
+"""``GroupState``: the rules, the store and the connections that both roles of a server in a group use."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from typing import Any, final
 
 from replicax._ps.store.backup_way import BackupWay
+from replicax._ps.store.copy_rules import CopyRules
 from replicax._ps.store.group_entries import Entry
-from replicax._ps.store.group_rules import GroupRules
-from replicax._ps.store.log import UpdateLog
 from replicax._ps.store.store import Store
 from replicax._ps.transport.messages import Message
 from replicax._src.program_kit.errors import UnavailableError
@@ -22,26 +20,19 @@ class GroupState:
     Attributes:
       order: The lock held while a message is forwarded and applied. A thread that holds ``changed`` never waits
         for it.
-      changed: The lock and condition of the rules, the log and the connections. It is held briefly.
+      changed: The lock and condition of the rules and the connections. It is held briefly.
       way: The connection to the backup that is in sync.
       joining_way: The connection to the backup that joins.
-      error: The last problem with the backup, as text.
-      lacks: The digests of the programs that a restored store lacks. None if it lacks more and needs the whole
-        state.
     """
 
     def __init__(self, group: int, task: int, incarnation: str, log_bytes: int):
         self.group, self.task, self.incarnation = group, task, incarnation
         self.order = threading.Lock()
         self.changed = threading.Condition()
-        self.rules = GroupRules(task)
-        self.log = UpdateLog[Entry](log_bytes)
+        self.rules = CopyRules[Entry](group, task, log_bytes)
         self.store = self.new_store()
         self.way: BackupWay | None = None
         self.joining_way: BackupWay | None = None
-        self.error = ""
-        self.lacks: Sequence[str] | None = ()
-        self.is_closed = False
 
     def new_store(self) -> Store:
         """Returns an empty store that belongs to the coordinator."""
@@ -58,7 +49,7 @@ class GroupState:
     def use(self, way: BackupWay) -> bool:
         """Uses a connection for the backup in sync. Closes it and returns False if a newer view has arrived."""
         with self.changed:
-            is_of_now = self.rules.epoch == way.epoch and not self.is_closed
+            is_of_now = self.rules.is_of_now(way.epoch)
             replaced = self.way
             if is_of_now:
                 self.way, self.joining_way = way, None
@@ -93,15 +84,13 @@ class GroupState:
     def lose(self, epoch: int, error: Exception) -> None:
         """Marks the backup of an epoch as lost, and records the error."""
         with self.changed:
-            if epoch == self.rules.epoch and not self.is_closed and self.rules.has_partner:
-                self.error = str(error)
-                self.rules.lose(epoch)
+            self.rules.lose(epoch, str(error))
             self.changed.notify_all()
 
     def keeps(self, entry: Entry) -> bool:
         """True if the log keeps an entry."""
         with self.changed:
-            return self.log.get(entry.position.seq) is entry
+            return self.rules.log.get(entry.position.seq) is entry
 
     def own(self, entry: Entry) -> None:
         """Copies the arrays of an entry that the log keeps, and counts their memory. The caller holds ``order``.
@@ -112,12 +101,12 @@ class GroupState:
             return
         entry.own()
         with self.changed:
-            self.log.charge(entry.position.seq, entry.num_bytes)
-            if self.log.is_on or not self.rules.has_partner:
+            epoch = self.rules.charge(entry.position.seq, entry.num_bytes)
+            if epoch is None:
                 return
-            epoch, way = self.rules.epoch, self.joining_way
+            way = self.joining_way
             self.changed.notify_all()
-        error = f"The updates that the backup lacks take more than log_bytes={self.log.max_bytes}."
+        error = f"The updates that the backup lacks take more than log_bytes={self.rules.log.max_bytes}."
         self.lose(epoch, UnavailableError(error))
         if way is not None and way.epoch == epoch:
             way.close()  # the thread that sends them notices and stops

@@ -1,4 +1,7 @@
-"""Decides what a snapshot writes of each shard: all of it, the changed rows, or nothing. The caller holds the lock."""
+"""Takes views and copies of what a snapshot writes of each shard, as ``snapshot_plan.py`` decides.
+
+The caller holds the lock.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BufferedWriter
-from typing import Any, Final, final
+from typing import Any, final
 
 import numpy as np
 
@@ -20,12 +23,8 @@ from replicax._ps.store.snapshot_parts import (
     write_units,
     write_whole,
 )
+from replicax._ps.store.snapshot_plan import RecordedShard, ShardSize, Written, write_plan
 from replicax._src.program_kit.errors import SnapshotError
-
-_MOST_CHANGED: Final = 1 / 2
-"""The changed part of a shard from which the whole shard is written."""
-
-_MAX_COPIED_BYTES: Final = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,8 @@ class Entry:
     def record(self, *written: Any) -> ShardRecord:
         """Returns the record of the shard, given the parts that were written."""
         before = () if self.before is None else self.before.parts
-        return ShardRecord(self.key, self.spec, self.number, rows_per_unit(self.spec), (*before, *written))
+        per_unit = rows_per_unit(self.spec) if written or self.before is None else self.before.rows_per_unit
+        return ShardRecord(self.key, self.spec, self.number, per_unit, (*before, *written))
 
 
 def write_entry(file: BufferedWriter, number: int, entry: Entry) -> ShardRecord:
@@ -94,69 +94,37 @@ class Plan:
                 f'No snapshot was taken: the value of shard "{lost[0]}" was lost in an update that ran out of memory. '
                 "Assign a value, or restart the server from the last snapshot."
             )
-        changes = [_Change.of(shard, previous) for shard in shards]
-        num_new_bytes = sum(change.num_bytes for change in changes)
-        num_bytes = sum(shard.num_bytes for shard in shards)
-        if previous is not None and not previous.extends_chain(num_new_bytes, num_bytes):
-            return cls(None, deque(_whole(shard) for shard in shards))
-        left = _MAX_COPIED_BYTES
-        entries: dict[str, Entry] = {}
-        for change in sorted(changes, key=lambda change: change.num_bytes):
-            entries[change.shard.key] = change.entry(is_copied=change.num_bytes <= left)
-            left -= change.num_bytes
-        return cls(previous, deque(entries[shard.key] for shard in shards))
-
-
-@final
-@dataclass(frozen=True)
-class _Change:
-    """The change of a shard since the last snapshot.
-
-    Attributes:
-      units: The units of rows that have changed; None if all may have.
-      before: The record in the last snapshot; None if it cannot be continued.
-    """
-
-    shard: HeldShard
-    units: np.ndarray | None
-    before: ShardRecord | None
-
-    @classmethod
-    def of(cls, shard: HeldShard, previous: Manifest | None) -> _Change:
-        before = None if previous is None else previous.shards.get(shard.key)
-        if before is None or before.spec != shard.spec:
-            return cls(shard, None, None)
-        if before.number == shard.number:
-            return cls(shard, np.zeros(0, np.int64), before)
-        units, at_once = shard.changed.units(), rows_per_unit(shard.spec)
-        is_cut_alike = before.rows_per_unit == at_once or len(before.parts) == 1
-        if units is None or not is_cut_alike:
-            return cls(shard, None, None)
-        change = cls(shard, units, before)
-        return change if change.num_bytes <= _MOST_CHANGED * shard.num_bytes else cls(shard, None, None)
-
-    @property
-    def num_bytes(self) -> int:
-        if self.units is None:
-            return self.shard.num_bytes
-        shape, _ = self.shard.spec
-        return (
-            len(self.units)
-            * rows_per_unit(self.shard.spec)
-            * (self.shard.num_bytes // max(1, shape[0] if shape else 1))
+        units = [shard.changed.units() for shard in shards]
+        before = [None if previous is None else previous.shards.get(shard.key) for shard in shards]
+        plan = write_plan(
+            [_size_of(shard, each) for shard, each in zip(shards, units)],
+            [None if record is None else _recorded(record) for record in before],
+            None if previous is None else previous.chain,
         )
-
-    def entry(self, *, is_copied: bool) -> Entry:
-        shard = self.shard
-        if self.units is None:
-            return _whole(shard)
-        if not len(self.units):
-            return Entry(shard.key, shard.spec, shard.number, self.before)
-        if is_copied:
-            rows = rows_of_units(shard.view(), self.units, rows_per_unit(shard.spec))
-            return Entry(shard.key, shard.spec, shard.number, self.before, units=self.units, rows=rows)
-        return Entry(shard.key, shard.spec, shard.number, self.before, shard.view(), self.units)
+        entries = deque(map(_entry, shards, plan.written, before, units))
+        return cls(None if plan.is_base else previous, entries)
 
 
-def _whole(shard: HeldShard) -> Entry:
-    return Entry(shard.key, shard.spec, shard.number, value=shard.view())
+def _size_of(shard: HeldShard, units: np.ndarray | None) -> ShardSize:
+    shape, _ = shard.spec
+    per_unit, row_bytes = rows_per_unit(shard.spec), shard.num_bytes // max(1, shape[0] if shape else 1)
+    changed = None if units is None else len(units) * per_unit * row_bytes
+    return ShardSize(shard.key, shard.spec, shard.number, per_unit, shard.num_bytes, changed)
+
+
+def _recorded(record: ShardRecord) -> RecordedShard:
+    return RecordedShard(record.spec, record.number, record.rows_per_unit, len(record.parts) > 1)
+
+
+def _entry(shard: HeldShard, written: Written, before: ShardRecord | None, units: np.ndarray | None) -> Entry:
+    match written:
+        case Written.ALL:
+            return Entry(shard.key, shard.spec, shard.number, value=shard.view())
+        case Written.NOTHING:
+            return Entry(shard.key, shard.spec, shard.number, before)
+        case Written.ROWS:
+            return Entry(shard.key, shard.spec, shard.number, before, shard.view(), units)
+        case Written.COPIED_ROWS:
+            assert units is not None
+            rows = rows_of_units(shard.view(), units, rows_per_unit(shard.spec))
+            return Entry(shard.key, shard.spec, shard.number, before, units=units, rows=rows)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, final
 
-from replicax._ps.store.store_contents import Progress
+from replicax._ps.store.keeper_rules import KeeperRules, Progress
 from replicax._src.program_kit.errors import SnapshotError
 
 _log = logging.getLogger("replicax")
@@ -32,7 +31,7 @@ class Kept(Protocol):
 @final
 class SnapshotKeeper:
     """Writes the changes every ``interval_s`` on a thread, and at the end. Restores a snapshot when it is
-    constructed.
+    constructed. ``KeeperRules`` decides.
 
     New shards are in a snapshot 1 s after the last of them is created, because a server that restarts without them is
     useless. Once the coordinator asks for snapshots of epochs, the keeper takes no others, which would delay those. A
@@ -47,9 +46,6 @@ class SnapshotKeeper:
       restores: False to ignore the snapshots in the folder.
       when_due: Called when a snapshot is due, in place of ``ask``.
       turn: A lock that all keepers of this folder share, so that one writes at a time.
-
-    Attributes:
-      restored: The result of the store's ``restore``; None if there was no snapshot.
 
     Raises:
       SnapshotError: There are snapshots, but none can be read.
@@ -69,102 +65,123 @@ class SnapshotKeeper:
         self._when_due = self.ask if when_due is None else when_due
         self._lock = threading.Lock() if turn is None else turn
         self._wake = threading.Event()
-        self._is_over = self._is_asked = self._is_taking = self._is_driven = False
-        self._num_taken = 0
-        self._error = ""
-        self.restored = store.restore(directory) if restores else None
-        self._last = store.progress  # the progress at the newest snapshot
+        self._rules_lock = threading.Lock()
+        self._rules = KeeperRules(interval_s)
+        restored = store.restore(directory) if restores else None
+        self._rules.start(time.monotonic(), store.progress, restored)
         self._thread = threading.Thread(target=self._run, name="replicax-snapshots", daemon=True)
         self._thread.start()
 
-    def begin(self) -> None:
-        """Takes snapshots at intervals again, because another coordinator has come."""
-        self._is_driven = False
+    @property
+    def restored(self) -> Mapping[str, Any] | None:
+        """The description of the snapshot that the store was restored from; None if it has none of its values."""
+        instance = self._store.progress.instance
+        with self._rules_lock:
+            return self._rules.restored_in(instance)
+
+    def begin(self, incarnation: str) -> None:
+        """Takes snapshots at intervals again, because a coordinator has come. Earlier requests are late now."""
+        with self._rules_lock:
+            self._rules.begin(incarnation)
 
     @property
     def is_writing(self) -> bool:
         """True from ``ask`` until the snapshot is written."""
-        return self._is_asked or self._is_taking
+        with self._rules_lock:
+            return self._rules.is_writing
 
     def ask(self) -> None:
         """Has the thread write a snapshot if something has changed. Does not wait for it."""
-        self._is_asked = True
+        with self._rules_lock:
+            self._rules.ask()
         self._wake.set()
 
     def take(self, epoch: int = 0) -> dict[str, Any]:
         """Writes a snapshot now. Returns the result of the store's ``snapshot``.
 
+        Args:
+          epoch: The epoch, if a coordinator asks for it; else 0.
+
         Raises:
-          SnapshotError: The snapshot could not be written.
+          SnapshotError: The snapshot could not be written, or the coordinator's request is late.
         """
+        request = None
+        if epoch:
+            with self._rules_lock:
+                request = self._rules.requested_snapshot(epoch)
         with self._lock:
             before = self._store.progress
-            self._is_driven = self._is_driven or epoch > 0
+            if request is not None:
+                with self._rules_lock:
+                    self._rules.begins_snapshot(request)
             told = self._store.snapshot(self._directory, epoch)
-            self._last = before
-            self._error = ""
-            self._num_taken += 1  # last: a thread that waits for it may read the error
+            with self._rules_lock:
+                self._rules.wrote(before)
         return told
 
     def restore(self, epoch: int) -> dict[str, Any] | None:
         """Restores the snapshot of an epoch. Returns the result of the store's ``restore``.
 
         Raises:
-          SnapshotError: There is no snapshot of that epoch.
+          SnapshotError: There is no snapshot of that epoch, or the coordinator's request is late.
         """
+        with self._rules_lock:
+            request = self._rules.requested_restore(epoch)
         with self._lock:
-            self.restored = self._store.restore(self._directory, epoch)
-            self._last = self._store.progress
-        return self.restored
+            with self._rules_lock:
+                self._rules.begins(request)
+            restored = self._store.restore(self._directory, epoch)
+            progress = self._store.progress
+            with self._rules_lock:
+                self._rules.restored(progress, restored)
+        return restored
 
     def close(self) -> None:
-        """Ends the thread, and writes a last snapshot if anything has changed.
-
-        A new position counts as a change: with it, a server that restarts lacks only the later updates.
-        """
+        """Ends the thread, and writes a last snapshot if anything has changed."""
         self.end()
         self._thread.join(_JOIN_S)  # it may wait for the other server; if it is writing, ``take`` waits
-        if self._has_changed or (self._holds_shards and self._store.progress.position != self._last.position):
+        if self._is_to_write(self._rules.has_moved):
             self._take()
 
     def end(self) -> None:
         """Stops without a last snapshot, because the store's contents are useless now. Does not wait for the thread."""
-        self._is_over = True
+        with self._rules_lock:
+            self._rules.end()
         self._wake.set()
 
     def statistics(self) -> dict[str, Any]:
         """Returns the number of snapshots that were written, and the error of the last one."""
-        return {"num_snapshots": self._num_taken, "snapshot_error": self._error}
+        with self._rules_lock:
+            return {"num_snapshots": self._rules.num_written, "snapshot_error": self._rules.error}
 
-    @property
-    def _holds_shards(self) -> bool:
-        return not self._is_driven and bool(self._store.statistics()["shards"])
-
-    @property
-    def _has_changed(self) -> bool:
-        return self._store.progress[:2] != self._last[:2] and self._holds_shards
+    def _is_to_write(self, rule: Callable[[Progress], bool]) -> bool:
+        progress = self._store.progress
+        with self._rules_lock:
+            is_so = rule(progress)
+        return is_so and bool(self._store.statistics()["shards"])
 
     def _run(self) -> None:
-        due, created = time.monotonic() + self._interval_s, self._store.progress.num_created
-        while not self._is_over:
+        while not self._rules.is_over:
             if not self._wake.wait(min(self._interval_s, _TICK_S)):
-                before, created = created, self._store.progress.num_created
-                has_new = created == before != self._last.num_created and self._interval_s < math.inf
-                if has_new or time.monotonic() >= due:
-                    if self._has_changed:
-                        self._when_due()
-                    due = time.monotonic() + self._interval_s
+                progress = self._store.progress
+                with self._rules_lock:
+                    is_due = self._rules.tick(time.monotonic(), progress)
+                if is_due and self._is_to_write(self._rules.has_changed):
+                    self._when_due()
             self._wake.clear()
-            if self._is_asked and not self._is_over:
-                self._is_taking, self._is_asked = True, False  # another request may come while it writes
-                if self._has_changed:
+            with self._rules_lock:
+                is_asked = self._rules.takes_ask()
+            if is_asked:
+                if self._is_to_write(self._rules.has_changed):
                     self._take()
-                self._is_taking = False
+                with self._rules_lock:
+                    self._rules.done()
 
     def _take(self) -> None:
         try:
             self.take()
         except SnapshotError as error:
-            if not self._error and not self._is_over:
+            with self._rules_lock:
+                is_new = self._rules.failed(str(error))
+            if is_new:
                 _log.warning("%s", error)
-            self._error = str(error)

@@ -1,13 +1,12 @@
 """The index of a snapshot: which bytes of which file hold each shard. Pure.
 
-A snapshot is either a *base*, whose file has all shards, or it continues an earlier one: its file has the changes and
-says where the rest is. The files from the base to this one are its *chain*.
+``snapshot_rules.py`` says which snapshot continues which.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Self, final
 
@@ -15,18 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax._ps.store.held_values import Spec
+from replicax._ps.store.snapshot_rules import Chain
 from replicax._src.program_kit.errors import SnapshotError
 from replicax._src.program_kit.texts import JsonReader, TextError, dtype_name
 
 FORMAT: Final = 2
-MAX_FILES: Final = 64
-"""The most files in a chain. A restore opens all of them. At the default interval there is a new base every hour."""
-
 _MOST_UNIT_BYTES: Final = 64 << 10
 """The most bytes of a unit of several rows. This version writes units of some hundred bytes."""
-
-GROWTH: Final = 1.5
-"""The largest size of a chain, relative to the shards. So at worst two thirds of the bytes written are bases."""
 
 
 class Block(NamedTuple):
@@ -138,7 +132,7 @@ class Manifest:
 
     content: Mapping[str, Any]
     shards: Mapping[str, ShardRecord]
-    chain: Sequence[tuple[int, int]]
+    chain: Chain
 
     @property
     def base(self) -> int:
@@ -154,11 +148,6 @@ class Manifest:
     def files(self) -> set[int]:
         """The numbers of the files that have parts of the snapshot."""
         return {file for shard in self.shards.values() for file in shard.files}
-
-    def extends_chain(self, num_new_bytes: int, num_bytes: int) -> bool:
-        """True if a snapshot of ``num_bytes`` can continue this one's chain; False if it has to be a base."""
-        held = sum(of_file for _, of_file in self.chain)
-        return len(self.chain) < MAX_FILES and held + num_new_bytes <= GROWTH * num_bytes
 
     def described(self) -> dict[str, Any]:
         """Returns the index as JSON."""

@@ -1,6 +1,6 @@
 """Snapshots of a store, in the files of a folder: each is written atomically and verified when it is read.
 
-``store_contents.py`` says what a snapshot has, and ``snapshot_manifest.py`` which files belong together and are kept.
+``store_contents.py`` says what a snapshot has, and ``snapshot_rules.py`` which files belong together and are kept.
 """
 
 from __future__ import annotations
@@ -22,6 +22,14 @@ import jax
 from replicax._ps.store.snapshot_entries import Plan, write_entry
 from replicax._ps.store.snapshot_manifest import Block, Manifest, ShardRecord
 from replicax._ps.store.snapshot_parts import Bytes, read_value
+from replicax._ps.store.snapshot_rules import (
+    continued,
+    is_of_epoch,
+    is_whole,
+    next_number,
+    removable,
+    restore_order,
+)
 from replicax._src.program_kit.errors import SnapshotError
 from replicax._src.program_kit.texts import TextError, read_json
 
@@ -50,14 +58,11 @@ class SnapshotFolder:
         """``last``, if all of its files still exist."""
         if self.last is None:
             return None
-        num_bytes = dict(self.last.chain)
+        sizes: dict[int, int] = {}
         for number in self.last.files | {self.last.number}:
-            try:
-                if self.file(number).stat().st_size < num_bytes.get(number, 0):
-                    return None
-            except OSError:
-                return None
-        return self.last
+            with contextlib.suppress(OSError):
+                sizes[number] = self.file(number).stat().st_size
+        return self.last if is_whole(self.last.chain, self.last.files, sizes) else None
 
     def file(self, number: int) -> Path:
         """Returns the path of the file of this number."""
@@ -87,7 +92,7 @@ class SnapshotFolder:
         partial, failure = self.path / _PARTIAL, None
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            number = max(self._numbers(), default=0) + 1
+            number = next_number(self._numbers())
             with open(partial, "wb") as file:  # overwrites what a killed process left, and so frees its space
                 manifest = _write_all(file, number, content, plan, on_written)
                 num_bytes = file.tell()
@@ -108,8 +113,9 @@ class SnapshotFolder:
                 "Give a folder that is writable and has room for four times the variables of the server."
             )
         before, self.last = self.last, manifest
-        if before is not None:
-            self._remove_others(before, manifest)
+        for number in removable(self._numbers(), None if before is None else before.chain, manifest.chain):
+            with contextlib.suppress(OSError):  # the next snapshot tries again
+                self.file(number).unlink()
         return path, num_bytes
 
     def latest_complete(self, epoch: int | None = None) -> tuple[Snapshot, list[str]] | None:
@@ -126,14 +132,14 @@ class SnapshotFolder:
         """
         refused: list[str] = []
         checked: dict[Block, str] = {}
-        for number in sorted(self._numbers(), reverse=True):
+        for number in restore_order(self._numbers()):
             path = self.file(number)
             try:
                 snapshot = Snapshot.opened(path, number)
                 with contextlib.ExitStack() as closing:
                     closing.callback(snapshot.close)
                     found = snapshot.content["epoch"]
-                    if epoch is not None and found != epoch:
+                    if not is_of_epoch(found, epoch):
                         raise SnapshotError(f"it is of epoch {found}, not {epoch}")
                     snapshot.check(checked)
                     closing.pop_all()
@@ -151,7 +157,7 @@ class SnapshotFolder:
 
     def latest_owner(self) -> tuple[float, str] | None:
         """Returns the time of the newest snapshot, and the session id of its coordinator. Reads headers only."""
-        for number in sorted(self._numbers(), reverse=True):
+        for number in restore_order(self._numbers()):
             with contextlib.suppress(SnapshotError, OSError):
                 with contextlib.closing(Snapshot.opened(self.file(number), number)) as snapshot:
                     return snapshot.content.get("time", 0.0), str(snapshot.content["incarnation"])
@@ -163,19 +169,6 @@ class SnapshotFolder:
             return []
         found = (_NAME.fullmatch(entry.name) for entry in self.path.iterdir())
         return [int(name[1]) for name in found if name is not None]
-
-    def _remove_others(self, before: Manifest, newest: Manifest) -> None:
-        """Keeps the chain of the newest snapshot and the chain of the base before it, and removes other files.
-
-        So once there are two bases, two snapshots exist that share no file. Files with numbers between the two
-        snapshots
-        belong to a state that was rolled back, and are not needed.
-        """
-        first = before.base if newest.base == newest.number else 0
-        for number in self._numbers():
-            if not first <= number <= before.number and number != newest.number:
-                with contextlib.suppress(OSError):  # the next snapshot tries again
-                    self.file(number).unlink()
 
 
 @final
@@ -267,8 +260,8 @@ def _write_all(
         shards[record.key] = record
         on_written(record.key)
     parts = (part for shard in shards.values() for part in shard.parts if part.values.file == number)
-    own = (number, sum(part.num_bytes for part in parts))
-    manifest = Manifest(content, shards, [*(() if plan.previous is None else plan.previous.chain), own])
+    before = None if plan.previous is None else plan.previous.chain
+    manifest = Manifest(content, shards, continued(before, number, sum(part.num_bytes for part in parts)))
     header = json.dumps(manifest.described()).encode()
     offset = file.tell()
     file.write(header)

@@ -20,6 +20,7 @@ from replicax._ps.store.held_shards import (
     shown,
 )
 from replicax._ps.store.held_values import copied, is_overwritten, overwritten
+from replicax._ps.store.keeper_rules import Progress
 from replicax._ps.store.requests import (
     ApplyRound,
     Assign,
@@ -30,7 +31,7 @@ from replicax._ps.store.requests import (
     keys_of,
     program_of,
 )
-from replicax._ps.store.store_contents import Progress, StoreContents, StoreState
+from replicax._ps.store.store_contents import StoreContents, StoreState
 from replicax._ps.store.store_snapshots import Moment, StoreSnapshots, any_moment
 from replicax._ps.store.updates import CompiledUpdate
 from replicax._ps.transport.messages import Message

@@ -7,7 +7,7 @@ import uuid
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import jax
 import numpy as np
@@ -16,29 +16,12 @@ from replicax._ps.programs.programs import UpdateProgram
 from replicax._ps.store.held_gradients import HeldGradients
 from replicax._ps.store.held_shards import HeldShard, check_state, few, staleness_of, text
 from replicax._ps.store.held_values import Spec
-from replicax._ps.store.log import Position
 from replicax._ps.store.requests import ApplyRound, Closure, NewShard, Step
 from replicax._ps.store.store_statistics import StoreStatistics
 from replicax._ps.store.unwritten import Unwritten
 from replicax._ps.store.updates import CompiledUpdate
 from replicax._ps.store.window import Windows
 from replicax._src.program_kit.errors import InvalidArgumentError, UnknownProgramError
-
-
-class Progress(NamedTuple):
-    """Counters that tell a snapshot keeper whether the store has changed.
-
-    Attributes:
-      instance: See ``Store.instance``.
-      num_changes: A number that differs after every change of a value.
-      num_created: The number of shards ever created.
-      position: The position of the last update, if updates are numbered.
-    """
-
-    instance: str
-    num_changes: int
-    num_created: int
-    position: Position | None = None
 
 
 @dataclass(frozen=True)
@@ -66,7 +49,7 @@ class StoreContents:
       instance: A random id; see ``Store.instance``.
       owner: The session id of the coordinator that owns the contents; None if there is none.
       unwritten: The shards that a running snapshot has yet to write; None if no snapshot is being written.
-      num_created, num_changes: See ``Progress``.
+      num_created, num_changes: See ``keeper_rules.Progress``.
       shards: The shards by key.
       programs: The programs by digest.
       windows: The applied closures, rounds and assignments of each client.

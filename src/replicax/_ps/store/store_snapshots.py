@@ -9,21 +9,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, final
 
+from replicax._ps.store.ack_patience import LONGEST_WRITE_S
 from replicax._ps.store.held_shards import HeldShard
 from replicax._ps.store.snapshot_entries import Plan
 from replicax._ps.store.snapshot_manifest import Manifest
 from replicax._ps.store.snapshots import SnapshotFolder
 from replicax._ps.store.store_contents import StoreContents
 from replicax._ps.store.unwritten import Unwritten
-
-LONGEST_WAIT_S: Final = 40.0
-"""The longest wait for a snapshot, because a client gives up after 60 s.
-
-An update that no longer waits needs extra memory for the shards that are not written yet.
-"""
-
 
 Moment = Callable[[], AbstractContextManager[Mapping[str, Any]]]
 """A context in which the store does not change, and the data that a snapshot of it has besides. It is short: no I/O."""
@@ -123,7 +117,7 @@ class StoreSnapshots:
             before = [(shard, shard.changed.begin()) for shard in contents.shards.values()]
             shared = {entry.key for entry in plan.entries if entry.value is not None}
             sizes = {shard.key: shard.num_bytes for shard, _ in before}
-            contents.unwritten = Unwritten(sizes, shared, time.monotonic() + LONGEST_WAIT_S)
+            contents.unwritten = Unwritten(sizes, shared, time.monotonic() + LONGEST_WRITE_S)
         try:
             path, num_bytes = folder.write(content, plan, self._is_written)
         except BaseException:

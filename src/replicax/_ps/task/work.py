@@ -116,12 +116,13 @@ class PsHost:
     def restored(self) -> Mapping[str, Any] | None:
         if self._keeper is None:
             return None
-        return self._restored_groups or self._keeper.restored
+        groups = self._restored_groups if self._restored or self._copies else {}  # else they are dropped
+        return groups or self._keeper.restored
 
     def begin(self, incarnation: str, ps: Sequence[str]) -> Work:
         """Makes the work for a coordinator. The store keeps its contents if they belong to that coordinator."""
         if self._keeper is not None:
-            self._keeper.begin()
+            self._keeper.begin(incarnation)
         restored, self._restored = self._restored, None
         if restored is not None and restored.incarnation != incarnation:
             restored.close()
