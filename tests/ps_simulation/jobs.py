@@ -273,7 +273,7 @@ class Jobs:
         """Ends the run: what is in the counters is read, and the job is closed."""
         yield 1.0
         while (left_s := self.world.last_fault + self.settled_s - self.world.now) > 0.0:
-            yield left_s
+            yield left_s + 0.001
         if not self.has_ended:
             self.check_servers(self.world)
             self.close(coordinator)

@@ -6,7 +6,14 @@ from ps_simulation.jobs import Jobs
 class InRounds(Jobs):
     """Synchronous rounds: each has the gradients of as many functions as it should, and all compute with the same values."""
 
-    moments = (("settled", 40), ("job", 1), ("meet_worker", 6), ("sent", 40), ("apply_round", 10), ("renew", 10))
+    moments = (
+        ("settled", 40),
+        ("job", 1),
+        ("meet_worker", 6),
+        ("sent", 40),
+        ("apply_round", 10),
+        ("renew", 10),
+    )
 
     def draw(self):
         self.num_averaged = self.random.choice([1, 2, 2, 3])
@@ -29,7 +36,9 @@ class InRounds(Jobs):
         for function in closures:
             for key, value in self.values[function, number].items():
                 got = {each for each in value if self.functions[each].round_key is not None}
-                assert got == counted, f"function {function} of round {number} reads {got} of {key}, not {counted}"
+                assert got == counted, (
+                    f"function {function} of round {number} reads {got} of {key}, not {counted}"
+                )
             assert self.settled.get(function, "nothing") is None, f"function {function} has not finished"
             assert self.last_round[function] == number, f"function {function} is of another round"
 

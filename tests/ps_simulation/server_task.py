@@ -4,14 +4,15 @@ import math
 
 from ps_simulation.group_task import GroupTask
 from ps_simulation.integer_store import IntegerStore
-from ps_simulation.snapshot_disk import Snapshot, restored_of
-from ps_simulation.snapshot_times import SnapshotTimes
+from ps_simulation.snapshot_disk import SnapshotFiles, restored_of
+from ps_simulation.snapshot_writing import SnapshotWriting
 from ps_simulation.task_process import TaskProcess
+from ps_simulation.turns import Turns
 from replicax._ps.store.group_rules import View
+from replicax._ps.store.keeper_rules import Progress
 from replicax._ps.task.lease import Lease
 from replicax._src.vocabulary.errors import (
     InvalidArgumentError,
-    SnapshotError,
     StaleCoordinatorError,
     UnavailableError,
 )
@@ -41,7 +42,9 @@ class ServerTask(TaskProcess):
         self.store = self.new_store()
         self.groups = {}
         self.owner = None  # whose groups these are
-        self.restored = self.times = None
+        self.writing = None
+        self._files = None if disk is None else SnapshotFiles(disk, "")
+        self._turns = {}
         self._restored_groups = {}
 
     def new_store(self, incarnation=None):
@@ -50,10 +53,14 @@ class ServerTask(TaskProcess):
     def start(self):
         if self.disk is not None:
             self._restore_newest()
-            self.times = SnapshotTimes(self, self, self.interval_s)
+            self.writing.start()
         if self.all_restored is not None:
             self._begin(self.all_restored["incarnation"])
         self.after(TICK_S, self._watch)
+
+    def turns_of(self, group):
+        """Returns the turns of all that write snapshots of a group."""
+        return self._turns.setdefault(group, Turns())
 
     def _watch(self):
         if self.lease.is_silent(self.world.now):
@@ -108,21 +115,21 @@ class ServerTask(TaskProcess):
 
     def _ask_snapshot(self, request):
         self.lease.check(request["incarnation"])
-        if self.times is None:
+        if self.writing is None:
             raise InvalidArgumentError(f"{self.name} was asked 'snapshot', but it writes none.")
         return self._take_snapshot(request["epoch"])
 
     def _take_snapshot(self, epoch):
-        yield from self.times.take(epoch)
+        yield from self.writing.take(epoch)
         return {"epoch": epoch}
 
     def _ask_restore(self, request):
         self.lease.check(request["incarnation"])
-        snapshot = self.disk.newest("", request["epoch"])
-        if snapshot is None:
-            raise SnapshotError(f"None of the snapshots is of epoch {request['epoch']}.")
-        self._restore(snapshot)
-        return {"instance": self.store.instance, "restored": self.restored}
+        return self._go_back(request["epoch"])
+
+    def _go_back(self, epoch):
+        restored = yield from self.writing.go_back(epoch)
+        return {"instance": self.store.instance, "restored": restored}
 
     # --- sessions -----------------------------------------------------------------------------------
 
@@ -130,8 +137,8 @@ class ServerTask(TaskProcess):
         if not self.lease.hello(incarnation, self.world.now, again=again):
             return
         self._drop(keeps=incarnation)
-        if self.times is not None:
-            self.times.begin()
+        if self.writing is not None:
+            self.writing.rules.begin(incarnation)
         if self.owner != incarnation:
             self._close_groups()
             self._restored_groups = {}
@@ -153,39 +160,39 @@ class ServerTask(TaskProcess):
     # --- snapshots ----------------------------------------------------------------------------------
 
     def _restore_newest(self):
+        """Restores the snapshots of the coordinator that took the newest one."""
         newest = {name: self.disk.newest(name) for name in self.disk.folders}
-        newest = {name: snapshot for name, snapshot in newest.items() if snapshot is not None}
-        if not newest:
-            return
-        incarnation = max(newest.values(), key=lambda each: each.at).content["incarnation"]
-        for name, snapshot in newest.items():
-            if snapshot.content["incarnation"] != incarnation:
-                continue
-            if not name:
-                self._restore(snapshot)
-                continue
-            self.owner = incarnation
-            number = int(name.removeprefix("group "))
-            group = self.groups[number] = GroupTask(self, number, incarnation)
-            self._restored_groups[str(number)] = group.restore(snapshot)
+        owners = {name: each.content["incarnation"] for name, each in newest.items() if each is not None}
+        last = max(owners, key=lambda name: newest[name].at, default=None)
+        incarnation = owners.get(last)
+        self.writing = SnapshotWriting(
+            self, self, self.interval_s, restores=owners.get("", incarnation) == incarnation
+        )
+        for name in sorted(owners):
+            if name and owners[name] == incarnation:
+                self.owner, number = incarnation, int(name.removeprefix("group "))
+                group = self.groups[number] = GroupTask(self, number, incarnation, restores=True)
+                self._restored_groups[str(number)] = group.writing.restored
 
-    def _restore(self, snapshot):
+    def restore(self, epoch=None):
+        """Replaces the store by a snapshot. Returns its description; None if there is none."""
+        snapshot = self._files.restore(epoch)
+        if snapshot is None:
+            return None
         self.store.take(snapshot.content, snapshot.counters, self.scenario.names.next(f"{self.name} store"))
-        self.restored = restored_of(snapshot, self.store, self.world.now)
+        return restored_of(snapshot, self.store, self.world.now)
 
     @property
     def all_restored(self):
-        if self._restored_groups:
+        if self.writing is None:
+            return None
+        if self._restored_groups and self.owner is not None:
             return {"incarnation": self.owner, "groups": self._restored_groups}
-        return self.restored
+        return self.writing.restored
 
     @property
     def progress(self):
-        return self.store.instance, self.store.num_changes
-
-    @property
-    def num_created(self):
-        return self.store.num_created
+        return Progress(self.store.instance, self.store.num_changes, self.store.num_created)
 
     @property
     def holds_counters(self):
@@ -193,9 +200,10 @@ class ServerTask(TaskProcess):
 
     def write(self, epoch):
         """Writes a snapshot of the store as it is now. It is there when it is complete."""
-        snapshot = Snapshot(self.store.described(), dict(self.store.counters), epoch, None, self.world.now)
+        content, counters = self.store.described(), dict(self.store.counters)
+        at = self.world.now
         yield self.scenario.write_s
-        self.disk.write("", snapshot)
+        self._files.write(content, counters, epoch, None, at)
         self.world.moment("snapshot")
 
     # --- what it tells ------------------------------------------------------------------------------

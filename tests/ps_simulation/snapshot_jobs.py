@@ -16,7 +16,14 @@ class Continued(Jobs):
     has_snapshots = True
     server_faults = ("restart", "restart", "restart", "lose host", "cut", "pause", "part", "part one way")
     kinds_of_faults = ("worker",) * 4 + ("server",) * 12 + ("interrupt",) * 2 + ("close",)
-    moments = (("settled", 40), ("job", 1), ("meet_worker", 6), ("sent", 40), ("snapshot", 8), ("restored", 4))
+    moments = (
+        ("settled", 40),
+        ("job", 1),
+        ("meet_worker", 6),
+        ("sent", 40),
+        ("snapshot", 8),
+        ("restored", 4),
+    )
 
     def __init__(self, seed):
         super().__init__(seed)
