@@ -1,7 +1,6 @@
 """A function on its way: scheduled, sent, answered, settled; and callers that wait."""
 
 from driven_job import DrivenJob, connected
-
 from replicax._ps.job.actions_out import SendToWorker
 from replicax._ps.job.events_in import Closed
 

@@ -134,13 +134,13 @@ def test_snapshot_of_a_server_that_restarts_after_it_is_no_epoch():
 
 def test_snapshot_of_a_host_that_vanishes_is_given_up_when_heartbeats_say_so():
     job = rewinding()
-    job.ps[0].script["snapshot"] = lambda ps: setattr(ps, "is_silent", True) or raise_lost(ps)
-    job.ps[0].delays["snapshot"] = 0.0
-    assert job.run_until(lambda: len(ops(job.ps[0], "snapshot")) == 1 and job.ps[0].is_silent, 40.0)
-    job.ps[0].script.clear()
+    job.ps[0].delays["snapshot"] = 1.0
+    assert job.run_until(lambda: getattr(job.sent[-1], "op", "") == "snapshot", 40.0)
+    job.ps[0].is_silent = True
     began = job.now
     assert job.run_until(lambda: ("ps", "together") not in job.paused, 60.0)
     assert job.now - began < 15.0
+    job.ps[0].delays.clear()
     job.ps[0].is_silent = False
     assert job.run_until(lambda: last(job) == 3, 60.0)
 
@@ -217,7 +217,7 @@ def test_server_that_cannot_go_back_breaks_the_job_and_no_function_runs():
     assert "ps 1 is another process than before: it cannot go back to the snapshot of epoch 1" in str(
         job.broken["ps 1"]
     )
-    assert not job.run_until(lambda: job.may_run, 30.0)
+    assert not job.run_until(lambda: "ps 1" not in job.broken, 30.0)
     job.ps[1].epochs = kept_epochs
     assert run_and_watch(job, 30.0, lambda: have_gone_back(job))
 
@@ -310,6 +310,37 @@ def test_restore_of_a_host_that_vanishes_is_given_up_when_heartbeats_say_so():
     assert job.now - began < 10.0
 
 
+def test_restore_that_a_process_has_taken_with_it_is_given_up():
+    job = rewinding()
+    job.ps[1].delays["restore"] = 500.0
+    job.ps[0].restarts(kept())
+    assert job.run_until(lambda: ops(job.ps[0], "restore"), 10.0)
+    job.ps[1].delays.clear()
+    job.ps[1].restarts(kept())
+    assert run_and_watch(job, 40.0, lambda: have_gone_back(job))
+
+
+def test_server_that_restarts_after_its_last_answer_has_all_go_back_again_if_a_heartbeat_says_so():
+    job = rewinding()
+    job.ps[1].delays["status"] = 4.0
+    job.ps[0].restarts(kept())
+    assert job.run_until(lambda: ops(job.ps[0], "restore"), 10.0)
+    num = len(ops(job.ps[0], "status"))
+    assert job.run_until(lambda: len(ops(job.ps[0], "status")) > num, 10.0)
+    job.ps[0].restarts(kept())
+    assert run_and_watch(job, 60.0, lambda: have_gone_back(job))
+    assert len(ops(job.ps[0], "restore")) == 2
+
+
+def test_nothing_goes_back_while_a_restarted_server_has_no_snapshot():
+    job = rewinding()
+    job.ps[0].restarts(kept())
+    job.ps[1].restarts(None)
+    assert job.run_until(lambda: "ps 1" in job.broken, 10.0)
+    job.run(10.0)
+    assert ops(job.ps[0], "restore") == []
+
+
 def test_late_heartbeat_of_the_earlier_process_does_not_resume_the_job():
     job = rewinding()
     first = job.ps[0].instance
@@ -324,10 +355,12 @@ def test_late_heartbeat_of_the_earlier_process_does_not_resume_the_job():
 def test_loss_of_another_server_while_servers_go_back_is_waited_for():
     job = rewinding(reconnect_s=1000.0)
     job.ps[1].is_down = True
+    job.run(1.5)
     job.ps[0].restarts(kept())
     job.run(60.0)
     assert not job.may_run
     assert not job.broken
+    assert ops(job.ps[0], "restore") == []
     job.ps[1].restarts(kept())
     assert run_and_watch(job, 30.0, lambda: have_gone_back(job))
 

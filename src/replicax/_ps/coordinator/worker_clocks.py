@@ -1,4 +1,4 @@
-"""``WorkerClocks``: how many workers are there, how many are idle, and how far the slowest is. Nothing loops over them."""
+"""``WorkerClocks``: counts of workers: connected ones, idle ones, and those at each clock. Nothing loops over them."""
 
 from __future__ import annotations
 

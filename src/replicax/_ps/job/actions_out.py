@@ -49,8 +49,8 @@ class Perform:
 @final
 @dataclass(frozen=True, eq=False, slots=True)
 class OpenWorker:
-    """Open the connection for functions to a worker, before later requests are sent to the worker. ``WorkerBroke`` comes
-    if it cannot be opened.
+    """Open the connection for functions to a worker, before later requests are sent to it. ``WorkerBroke`` comes if it
+    cannot be opened.
 
     Attributes:
       worker: The name of the worker.

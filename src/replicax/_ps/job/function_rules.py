@@ -10,10 +10,10 @@ from replicax._ps.job.actions_out import Settle
 from replicax._ps.job.events_in import Scheduled
 from replicax._ps.job.function_sending import FunctionSending
 from replicax._ps.job.hungry_workers import HungryWorkers
-from replicax._ps.job.job_state import JobState
 from replicax._ps.job.procedures import Procedure, Tracing
 from replicax._ps.job.resource_rules import ResourceRules
 from replicax._ps.job.server_side import ServerSide
+from replicax._ps.job.shared_state import JobState
 from replicax._ps.job.worker_state import Unanswered, WorkerState
 from replicax._src.program_kit.data import OutOfRangeError
 from replicax._src.program_kit.errors import (

@@ -13,8 +13,8 @@ from typing import Any, Final, final
 from replicax._ps.coordinator.closures import Closure
 from replicax._ps.job.actions_out import SendToWorker, ToWorker
 from replicax._ps.job.events_in import FunctionNeeds
-from replicax._ps.job.job_state import JobState
 from replicax._ps.job.resource_rules import ResourceRules
+from replicax._ps.job.shared_state import JobState
 from replicax._ps.job.worker_state import WorkerState
 
 _SMALL_BYTES: Final = 4096

@@ -1,4 +1,4 @@
-"""``HungryWorkers``: the workers that want functions, the least busy first. Choosing one does not loop over them all."""
+"""``HungryWorkers``: the workers that want functions, least busy first. Choosing does not loop over all of them."""
 
 from __future__ import annotations
 

@@ -9,12 +9,12 @@ from typing import Any, Final, final
 from replicax._ps.job import events_in as events
 from replicax._ps.job.actions_out import Action, EndWait, Settle
 from replicax._ps.job.function_rules import FunctionRules
-from replicax._ps.job.job_state import JobState
 from replicax._ps.job.report import EventRecord
 from replicax._ps.job.resource_rules import ResourceRules
 from replicax._ps.job.round_rules import RoundRules
 from replicax._ps.job.server_side import JobHooks, NoServers, ServerSide
 from replicax._ps.job.setup import Setup
+from replicax._ps.job.shared_state import JobState
 from replicax._ps.job.waits import Waits
 from replicax._ps.job.worker_rules import WorkerRules
 

@@ -29,7 +29,7 @@ class _Making:
     killer: ClosureInputError | None = None
 
 
-class Outcome(NamedTuple):
+class ResourceOutcome(NamedTuple):
     """The end of a wait for a resource: its spec, or an error."""
 
     spec: Any = None
@@ -107,20 +107,20 @@ class ResourceRules:
         """Returns an error for one of ``names`` that does not exist, or was dropped; None if there is none."""
         return next((_unknown(name) for name in names if name not in self._makings), None)
 
-    def outcome(self, name: str) -> Outcome | None:
+    def outcome(self, name: str) -> ResourceOutcome | None:
         """Returns the spec of a resource, or the error because of which there is none; None while it is undecided."""
         making = self._makings.get(name)
         if making is None:
-            return Outcome(error=_unknown(name))
+            return ResourceOutcome(error=_unknown(name))
         if making.specs:
-            return Outcome(next(iter(making.specs.values())))
+            return ResourceOutcome(next(iter(making.specs.values())))
         if making.killer is not None:
-            return Outcome(error=making.killer)
+            return ResourceOutcome(error=making.killer)
         if making.errors and (self._is_closed or len(making.errors) >= len(self._workers)):
-            return Outcome(error=_input_error(making, next(iter(making.errors))))
+            return ResourceOutcome(error=_input_error(making, next(iter(making.errors))))
         if self._is_closed:
             kind = making.resource.kind
-            return Outcome(
+            return ResourceOutcome(
                 error=ClosureInputError(
                     f"The coordinator was closed before a worker had made {kind} {name!r}."
                 )

@@ -228,16 +228,14 @@ class SnapshotsTogether:
             if instance is None:
                 return None
             instances.append(instance)
-        for watch, instance in zip(self._watches, instances, strict=True):
+        for watch in self._watches:
             try:
-                status = yield from self._status(watch)
+                yield from self._status(watch)
             except Exception as error:
                 watch.not_resumed(error)
                 return None
-            if status["instance"] != instance:
-                return None
         for watch, instance, before in zip(self._watches, instances, seen, strict=True):
-            if watch.state.seen - before - {instance}:  # it restarted again, before or after it went back
+            if watch.state.seen - before - {instance}:  # it has restarted again, before or after it went back
                 return None
         return None if self._job.num_in_flight else instances
 

@@ -127,9 +127,8 @@ class TwoCopies:
             watch.not_resumed(error)
             return
         watch.answered(hello["instance"])
-        if (
-            hello["instance"] != status["instance"]
-        ):  # it restarted, or dropped what the status says that it has
+        # It restarted, or dropped what the status says that it has.
+        if hello["instance"] != status["instance"]:
             watch.probe()
             return
         self._move_from(watch)
@@ -170,8 +169,6 @@ class TwoCopies:
         if not self._lost.comes_back_s:
             return self._nowhere(watch, gone, error) if gone else None
         self._lost.wait_for(gone)
-        if self._lost.failed is None and (hopeless := self._groups.hopeless):
-            self._lost.fail(self._nowhere(watch, hopeless, error))
         return self._lost.failed
 
     def _nowhere(

@@ -6,8 +6,8 @@ from typing import final
 
 from replicax._ps.job.actions_out import EndWait
 from replicax._ps.job.events_in import WaitBegan
-from replicax._ps.job.job_state import JobState
 from replicax._ps.job.resource_rules import ResourceRules
+from replicax._ps.job.shared_state import JobState
 from replicax._src.program_kit.errors import ContextError
 
 

@@ -10,10 +10,10 @@ from typing import Any, Final, final
 from replicax._ps.job.actions_out import CloseWorker, OpenWorker
 from replicax._ps.job.events_in import ResourceAdded, WorkerAnswered, WorkerBroke
 from replicax._ps.job.function_rules import FunctionRules
-from replicax._ps.job.job_state import JobState
 from replicax._ps.job.procedures import Operation, Pause, Procedure, Request
 from replicax._ps.job.resource_rules import ResourceRules
 from replicax._ps.job.server_side import ServerSide
+from replicax._ps.job.shared_state import JobState
 from replicax._ps.job.worker_state import WorkerState
 from replicax._src.program_kit.errors import StaleCoordinatorError, UnavailableError
 

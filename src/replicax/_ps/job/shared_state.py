@@ -1,4 +1,4 @@
-"""``JobState``: what all rules of a job share: the queue of functions, the procedures, the reasons to stop, the actions."""
+"""``JobState``: what all rules of a job share: the functions, the procedures, the reasons to stop, the actions."""
 
 from __future__ import annotations
 
