@@ -33,7 +33,7 @@ def warm(driven, worker="worker 0", num=60):
 
 def test_idle_workers_get_functions_first_and_then_those_with_one():
     driven = connected(2)
-    for worker in ("worker 0", "worker 1"):
+    for _ in range(2):
         driven.schedule()
     assert (len(driven.sent("worker 0")), len(driven.sent("worker 1"))) == (1, 1)
     waiting = driven.schedule()  # nothing was measured, so each gets one

@@ -70,7 +70,7 @@ def test_a_round_is_not_tried_again_after_the_job_broke():
     driven.pass_time(1.0)
     assert not any(isinstance(each, Perform) for each in driven.pending.values())
     driven.servers.hooks.mended("ps 0")
-    for number in range(2):
+    for _ in range(2):
         driven.schedule(round_key="v")
     for number in range(2):
         driven.works({}, worker=f"worker {number}")
