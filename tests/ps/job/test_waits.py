@@ -70,6 +70,45 @@ def test_a_wait_that_was_given_up_does_not_end_and_takes_no_failure():
     driven.do(WaitGivenUp(second))  # both were on their way
 
 
+def test_a_failure_that_an_interrupted_caller_has_not_seen_is_kept_for_the_next_one():
+    """Ctrl-C comes when the wait has ended, and before the caller looks."""
+    driven = connected()
+    driven.schedule()
+    wait = driven.wait("idle")
+    driven.works(ERROR)
+    assert driven.ended[wait].error is ERROR
+    driven.do(WaitGivenUp(wait))
+    late = driven.schedule()
+    assert "after this: failed" in str(driven.settled[late].error)
+    assert driven.ended[driven.wait("failure")].error is ERROR
+    driven.do(WaitGivenUp(wait))
+    assert driven.ended[driven.wait("failure")].error is None
+
+
+def test_a_breakage_that_an_interrupted_caller_has_not_seen_is_over_once_it_is_mended():
+    driven = connected()
+    driven.servers.hooks.broke(ERROR, "ps 0")
+    wait = driven.wait("idle")
+    driven.servers.hooks.mended("ps 0")
+    driven.do(WaitGivenUp(wait))
+    assert driven.ended[driven.wait("idle")].error is None
+
+
+def test_callers_see_without_a_wait_whether_there_is_room():
+    driven = DrivenJob(capacity=1)
+    assert driven.job.has_room
+    driven.schedule()
+    assert not driven.job.has_room
+    driven.connect()
+    assert driven.job.has_room
+    driven.works(ERROR)
+    assert not driven.job.has_room
+    driven.wait("failure")
+    assert driven.job.has_room
+    driven.do(Closed())
+    assert not driven.job.has_room
+
+
 def test_a_join_ends_with_the_last_function_and_not_before():
     driven = connected(2)
     driven.schedule()
