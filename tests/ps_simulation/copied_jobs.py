@@ -47,6 +47,7 @@ class BothLost(TwoCopies):
     """Two copies, and snapshots for the case that both servers of a group are lost."""
 
     has_snapshots = True
+    server_faults = (*TwoCopies.server_faults, "restart without its disk")
 
     def __init__(self, seed):
         super().__init__(seed)

@@ -26,7 +26,7 @@ from replicax._src.vocabulary.errors import (
 from simulation.world import Fault
 
 SILENCE_S = 50.0  # a session may end after this time without heartbeats
-PATIENCE_S = 150.0
+PATIENCE_S = 110.0
 """A job that still raises so long after the last fault is lost."""
 MOST_LENGTHS = 1500
 """The most items in all containers of a job that has ended, with any number of functions; 200 events take part of it."""

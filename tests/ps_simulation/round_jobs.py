@@ -53,7 +53,7 @@ class InRounds(Jobs):
         assert len(finished) == len(in_rounds) + late, f"{len(finished)} are not {len(in_rounds)} and {late}"
 
 
-class InOldRounds(InRounds):
+class InRoundsWithServers(InRounds):
     """The same, with faults of servers too, which do not lose their data."""
 
     kinds_of_faults = ("worker",) * 4 + ("server",) * 12 + ("interrupt",) * 2 + ("close",)

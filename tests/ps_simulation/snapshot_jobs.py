@@ -14,7 +14,8 @@ class Continued(Jobs):
     """A server that restarts goes on from its snapshot, and the others are unchanged."""
 
     has_snapshots = True
-    server_faults = ("restart", "restart", "restart", "lose host", "cut", "pause", "part", "part one way")
+    server_faults = ("restart",) * 6 + ("lose host", "lose host", "cut", "pause", "part", "part one way")
+    server_faults += ("restart without its disk",)
     kinds_of_faults = ("worker",) * 4 + ("server",) * 12 + ("interrupt",) * 2 + ("close",)
     moments = (
         ("settled", 40),
@@ -37,6 +38,10 @@ class Continued(Jobs):
         index = getattr(process, "index", None)
         if process.name == ps(index):
             self.note_loss(index, had)
+
+    def inject(self, world, fault):
+        self.num_unusable += fault.kind == "restart without its disk"
+        super().inject(world, fault)
 
     def counted_in(self, process):
         """Returns the functions in the counter that a process has."""
