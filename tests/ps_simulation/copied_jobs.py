@@ -54,12 +54,18 @@ class BothLost(TwoCopies):
         self.lost = {server: set() for server in range(self.num_servers)}
         self.had = {server: Counter() for server in range(self.num_servers)}
 
+    def draw(self):
+        super().draw()
+        self.function_times = self.random.choice(
+            [(0.05, 0.2), (0.2, 0.4)]
+        )  # so that snapshots come meanwhile
+
     def faults(self):
         faults = super().faults()
         of_seed = self.random
         if of_seed.random() < 0.7:  # both servers of a group, one after the other
             first = of_seed.randrange(self.num_servers)
-            when = {"on": f"settled {of_seed.randint(1, self.num_functions)}"}
+            when = {"on": f"snapshot {of_seed.randint(2 * self.num_servers, 4 * self.num_servers)}"}
             for number in (first, (first + 1) % self.num_servers):
                 at = of_seed.choice([0.0, 0.01, 0.5, 3.0]) * of_seed.random()
                 faults.append(self.drawn_fault(at, "restart", ps(number), [], 8.0 * of_seed.random(), when))

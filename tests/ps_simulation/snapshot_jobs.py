@@ -39,6 +39,11 @@ class Continued(Jobs):
         if process.name == ps(index):
             self.note_loss(index, had)
 
+    def draw(self):
+        self.function_times = self.random.choice(
+            [(0.05, 0.2), (0.2, 0.4)]
+        )  # so that snapshots come meanwhile
+
     def inject(self, world, fault):
         self.num_unusable += fault.kind == "restart without its disk"
         super().inject(world, fault)
@@ -101,6 +106,8 @@ class Rewinds(Continued):
 
     def check_servers(self, world):
         """A function that has finished is on all of its servers, or on none."""
+        if self.is_lost:
+            return  # some servers have gone back, or none
         super().check_servers(world)
         counted = {server: self.counted(world, server) for server in range(self.num_servers)}
         if any(each is None for each in counted.values()):
