@@ -19,6 +19,8 @@ COORDINATOR = "coordinator"
 INCARNATION = "session"
 MOST_AT_ONCE = 2_000  # events at one moment: more are a job that does not come to rest
 HELLO_S = 5.0
+LAGS_S = (0.0, 0.0, 0.0003, 0.002)
+MEETING_S = (0.0, 0.002, 0.02)
 
 
 class Coordinator(TaskProcess):
@@ -40,6 +42,7 @@ class Coordinator(TaskProcess):
         self.servers = AskingServers(self, scenario.num_servers, INCARNATION, returns=scenario.servers_return)
         self.epoch = 0
         self._events = deque()
+        self._posted = deque()
         self._is_handling = False
         self._at_once, self._last_moment = 0, -1.0
         self._wake_at = None
@@ -112,8 +115,20 @@ class Coordinator(TaskProcess):
 
     # --- events -------------------------------------------------------------------------------------
 
+    def post(self, event):
+        """Has the thread that owns the job take an event soon, after those that were posted before.
+
+        It may be of a connection that the job has closed meanwhile.
+        """
+        self._posted.append(event)
+        self.after(self.scenario.computing.choice(LAGS_S), self._take_posted)
+
+    def _take_posted(self):
+        if self._posted:
+            self.give(self._posted.popleft())
+
     def give(self, event):
-        """Puts an event into the queue of the thread that owns the job."""
+        """Has the thread that owns the job take an event."""
         self._events.append(event)
         if self._is_handling:
             return
@@ -192,9 +207,9 @@ class Coordinator(TaskProcess):
     def _when_done(self, request, reply):
         def done():
             if reply.error is None:
-                self.give(events.Answered(request, reply.value))
+                self.post(events.Answered(request, reply.value))
             else:
-                self.give(events.Failed(request, reply.error))
+                self.post(events.Failed(request, reply.error))
 
         reply.then(done)
 
@@ -242,19 +257,19 @@ class Coordinator(TaskProcess):
             reply = replies.popleft()
             answers.append(reply.value if reply.error is None else reply.error)
         if answers:
-            self.give(events.WorkerAnswered(name, number, answers))
+            self.post(events.WorkerAnswered(name, number, answers))
 
     def _is_open(self, name, link):
         return self._connections.get(name, (None, None))[1] is link
 
     def _broke(self, name, number, link):
         self._hand_over(name, number, link)  # what came before
-        self.give(events.WorkerBroke(name, number, link.why_closed))
+        self.post(events.WorkerBroke(name, number, link.why_closed))
 
     # --- operations of the session ------------------------------------------------------------------
 
     def _perform_meet_worker(self, name, description):
-        yield 0.0
+        yield self.scenario.computing.choice(MEETING_S)
         assert description["instance"]
 
     def _perform_restored(self, index, keys):

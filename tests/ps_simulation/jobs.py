@@ -316,6 +316,7 @@ class Jobs:
         coordinator.world.moment("scheduled")
 
     def note_sent(self, coordinator, name, request):
+        coordinator.world.trace(f"  function {request.what} is sent to {name}")
         coordinator.world.moment("sent")
         assert request.what not in self.settled, f"function {request.what} has ended, and is sent to {name}"
 
@@ -339,6 +340,7 @@ class Jobs:
         assert action.number not in self.settled, f"function {action.number} ends twice"
         assert action.number < coordinator.num_scheduled
         self.settled[action.number] = action.error
+        coordinator.world.trace(f"  function {action.number} ends on {action.worker or 'none'}")
         if action.error is None:
             assert action.answer["number"] == action.number, (
                 f"function {action.number} gets the answer of {action.answer['number']}"
