@@ -139,7 +139,7 @@ class ScriptedJob:
         self.next_number = self.num_finished = 0
         self.num_made = 1
         self.num_told_workers, self.lines, self.operations = 0, [], []
-        self.missing, self.names = {}, ["w"]
+        self.missing, self.names, self.operation_s = {}, ["w"], 0.01
         self.ps = [ScriptedServer(n) for n in range(num_servers)]
         if copies:
             for view in groups.views:
@@ -230,7 +230,7 @@ class ScriptedJob:
                 self._at(server.delays.get(action.op, 0.01), lambda a=action, s=server: self._carry_out(a, s))
             else:
                 assert isinstance(action, Perform)
-                self._at(0.01, lambda a=action: self._perform(a))
+                self._at(self.operation_s, lambda a=action: self._perform(a))
 
     def _at(self, delay_s, do):
         heapq.heappush(self._coming, (self.now + delay_s, next(self._order), do))

@@ -39,6 +39,11 @@ def caught_up(job):
                 other.groups[group].update(position=held["position"], updates=held["updates"])
 
 
+def tells(job):
+    """The views that were sent, each with the name of the server."""
+    return [(each.task, each.header["view"]) for each in job.sent if getattr(each, "op", "") == "group"]
+
+
 def ops(server, *names):
     return [op for op, _ in server.asked if op in names]
 
@@ -74,9 +79,8 @@ def test_restarted_server_joins_and_is_told_backup_first():
     job.run(2.0)
     assert job.servers.instances[1] == job.ps[1].instance
     assert "ps 1 restarted. No acknowledged update is lost" in job.log_text
-    tells = [(a.task, a.header["view"]) for a in job.sent if getattr(a, "op", "") == "group"]
     for group in (0, 1):
-        joining = [task for task, view in tells if view["group"] == group and view["is_joining"]]
+        joining = [task for task, view in tells(job) if view["group"] == group and view["is_joining"]]
         assert joining[:2] == ["ps 1", "ps 0"]
     assert all(not view.since for view in job.groups.views)
     caught_up(job)
@@ -274,7 +278,7 @@ def test_server_that_restarts_between_status_and_hello_is_not_taken_for_what_it_
     job.ps[1].script["hello"] = restarts_empty
     assert job.run_until(lambda: job.may_run, 30.0)
     assert job.groups.primaries == [0, 0]
-    assert all(view["since"] != (1, 41) for view in job.ps[1].views.values())
+    assert all(view["since"] != (1, 41) for _, view in tells(job))
 
 
 def test_copy_that_is_dropped_after_its_position_was_told_is_not_chosen_again():
@@ -291,8 +295,7 @@ def test_copy_that_is_dropped_after_its_position_was_told_is_not_chosen_again():
     one.script["group"] = drops
     assert job.run_until(lambda: job.may_run, 30.0)
     assert job.groups.primaries == [0, 0]
-    tells = [a.header["view"] for a in job.sent if getattr(a, "op", "") == "group" and a.task == "ps 1"]
-    assert sum(view["since"] == (1, 41) and view["group"] == 0 for view in tells) == 1
+    assert sum(view["since"] == (1, 41) and view["group"] == 0 for _, view in tells(job)) == 1
 
 
 def test_refused_position_is_forgotten_until_the_server_says_again_what_it_has():
@@ -339,14 +342,49 @@ def test_close_while_groups_resume_sends_nothing_more():
     assert job.sent == []
 
 
-def test_newer_view_does_not_wait_for_a_server_that_does_not_take_the_older():
+def joining_one_that_is_silent():
+    """A job that tells a server of the view in which it joins, and gets no answer."""
     job = copied()
     job.ps[1].restarts()
     assert job.run_until(lambda: job.servers.instances[1] == job.ps[1].instance, 10.0)
-    job.ps[1].is_silent = True
     assert job.run_until(lambda: job.groups.views[0].is_joining, 5.0)
-    job.ps[0].groups["0"].update(backup="failed", error="no answer", epoch=job.groups.views[0].epoch)
+    job.ps[1].is_silent = True
+    job.run(0.1)
+    assert tells(job)[-1][0] == "ps 1"
+    return job
+
+
+def test_newer_view_does_not_wait_for_a_server_that_does_not_take_the_older():
+    job = joining_one_that_is_silent()
     job.servers._copies.lost(job.servers._watches[1], UnavailableError("It is gone."))
-    began = job.now
-    assert job.run_until(lambda: job.ps[0].views[0]["backup"] is None, 3.0)
-    assert job.now - began < 0.5
+    job.run(0.5)
+    assert job.ps[0].views[0]["epoch"] == job.groups.views[0].epoch
+
+
+def test_view_of_a_group_that_is_lost_meanwhile_is_told_to_nobody():
+    job = joining_one_that_is_silent()
+    num = len(tells(job))
+    job.servers._copies.lost(job.servers._watches[0], UnavailableError("It is gone."))
+    job.ps[0].is_down = True
+    job.run(10.0)
+    assert job.groups.lost == [0, 1]
+    assert tells(job)[num:] == []
+
+
+def test_group_that_is_lost_again_while_it_resumes_does_not_go_on():
+    job = copied()
+    lose_both(job)
+    job.operation_s = 20.0
+    for index in (0, 1):
+        job.ps[index].restarts(**snapshot((1, 40), 0, 1))
+    is_resumed = lambda: any(getattr(each, "operation", "") == "restored" for each in job.sent)  # noqa: E731
+    assert job.run_until(is_resumed, 20.0)
+    job.ps[0].is_down = job.ps[1].is_down = True
+    job.run(60.0)
+    assert "resume from the newest snapshot" not in job.log_text
+    assert not job.may_run
+    job.operation_s = 0.01
+    for index in (0, 1):
+        job.ps[index].restarts(**snapshot((1, 40), 0, 1))
+    assert job.run_until(lambda: job.may_run, 20.0)
+    assert job.log_text.count("resume from the newest snapshot") == 2
