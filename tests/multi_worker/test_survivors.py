@@ -93,6 +93,4 @@ def test_others_adopt_the_replica_of_a_worker_that_calls_sys_exit_in_fit(code):
     replicas = [results["worker", number].report["replicas"] for number in (1, 2)]
     assert sorted(replicas[0] + replicas[1]) == [0, 1, 2]
     how = "raised an error" if code else "ended its program early"
-    assert re.search(
-        rf"Worker 0 {how} (in step [56]|after step 5) of ", "\n".join(results["worker", 1].output)
-    )
+    assert re.search(rf"Worker 0 {how} (in step [56]|after step 5) of ", "\n".join(results["worker", 1].output))
