@@ -5,8 +5,8 @@ import sys
 from collections import deque
 
 import pytest
-from driven_job import connected
 
+from driven_job import connected
 from replicax._ps.job.actions_out import Perform, SendToWorker
 from replicax._ps.job.events_in import Answered, FunctionNeeds, Scheduled, WorkerAnswered
 
