@@ -5,7 +5,7 @@ import random
 import pytest
 
 from replicax._ps.store import snapshot_plan, snapshot_rules
-from replicax._ps.store.snapshot_plan import RecordedShard, ShardSize, Written, write_plan
+from replicax._ps.store.snapshot_plan import RecordedShard, ShardSize, WriteMode, write_plan
 from replicax._ps.store.snapshot_rules import (
     continued,
     extends,
@@ -115,13 +115,13 @@ def test_small_changes_are_copied_first_and_others_are_viewed(monkeypatch):
     shards = [shard("a", changed=25), shard("b", changed=10), shard("c", changed=0), shard("d", number=1)]
     plan = write_plan(shards, [record()] * 4, [(1, 400)])
     assert not plan.is_base
-    assert plan.written == [Written.ROWS, Written.COPIED_ROWS, Written.NOTHING, Written.NOTHING]
+    assert plan.written == [WriteMode.ROWS, WriteMode.COPIED_ROWS, WriteMode.NOTHING, WriteMode.NOTHING]
     one = write_plan([shard(), shard("b", number=1)], [record()] * 2, [(1, 200)])
-    assert (one.is_base, one.written) == (False, [Written.ALL, Written.NOTHING])
+    assert (one.is_base, one.written) == (False, [WriteMode.ALL, WriteMode.NOTHING])
 
 
 def test_base_has_all_of_every_shard():
     shards = [shard("a", changed=10), shard("b", number=1)]
     for before, chain in [([None, None], None), ([record()] * 2, [(1, 200), (2, 100)])]:
         plan = write_plan(shards, before, chain)
-        assert (plan.is_base, plan.written) == (True, [Written.ALL] * 2)
+        assert (plan.is_base, plan.written) == (True, [WriteMode.ALL] * 2)

@@ -180,7 +180,9 @@ class Epochs:
         self._session, self._pool, self._lock, self._knows = session, pool, lock, knows
         self._interval_s = min(s for s in session.snapshot_intervals_s if s is not None)
         self.last = 0
-        self._asked = 0  # the last epoch that was asked for: a server may still write it, so it is not used again
+        self._asked = (
+            0  # the last epoch that was asked for: a server may still write it, so it is not used again
+        )
         self._num_finished = 0
         self._num_made = 0
         self._order = list(range(len(session.ps_addresses)))

@@ -5,7 +5,7 @@ lock.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -14,7 +14,6 @@ import numpy as np
 
 from replicax._ps.store.changed_rows import ChangedRows
 from replicax._ps.store.held_values import Spec
-from replicax._ps.store.requests import Version
 from replicax._ps.store.updates import CompiledUpdate
 from replicax._src.program_kit.errors import InvalidArgumentError
 
@@ -81,14 +80,6 @@ def shown(shards: Sequence[HeldShard]) -> list[np.ndarray]:
 def rows_of(shard: HeldShard, numbers: np.ndarray) -> np.ndarray:
     """Returns copies of rows. A number outside of the shard is clipped to the first or the last row."""
     return np.take(shard.view(), numbers, axis=0, mode="clip")
-
-
-def staleness_of(used: Iterable[tuple[HeldShard, Version | None]], instance: str) -> int | None:
-    """Returns the largest number of changes since a version was used; None if no version belongs to this store."""
-    ages = [
-        shard.number - version[1] for shard, version in used if version is not None and version[0] == instance
-    ]
-    return max(0, *ages) if ages else None
 
 
 def check_tables(tables: Sequence[HeldShard]) -> None:

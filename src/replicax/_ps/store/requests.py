@@ -16,26 +16,11 @@ import numpy as np
 
 from replicax._ps.programs.programs import UpdateProgram
 from replicax._ps.store.held_values import Spec
+from replicax._ps.store.request_rules import Closure, Version
 from replicax._src.program_kit.errors import InvalidArgumentError, MessageError
 
-Version = tuple[str, int]
 KnownVersions = Sequence[tuple[str, Version | None]]
 """Keys of shards, each with the version that the client has."""
-
-
-@dataclass(frozen=True)
-class Closure:
-    """The number of a closure, and the session id of its coordinator. Rounds and other calls that are done once
-    use it too.
-    """
-
-    incarnation: str
-    number: int
-
-    @property
-    def round_closure(self) -> Closure:
-        """The same number, for a round of the same coordinator."""
-        return Closure(f"{self.incarnation} rounds", self.number)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from replicax._ps.store.snapshot_parts import (
     write_units,
     write_whole,
 )
-from replicax._ps.store.snapshot_plan import RecordedShard, ShardSize, Written, write_plan
+from replicax._ps.store.snapshot_plan import RecordedShard, ShardSize, WriteMode, write_plan
 from replicax._src.program_kit.errors import SnapshotError
 
 
@@ -116,15 +116,17 @@ def _recorded(record: ShardRecord) -> RecordedShard:
     return RecordedShard(record.spec, record.number, record.rows_per_unit, len(record.parts) > 1)
 
 
-def _entry(shard: HeldShard, written: Written, before: ShardRecord | None, units: np.ndarray | None) -> Entry:
+def _entry(
+    shard: HeldShard, written: WriteMode, before: ShardRecord | None, units: np.ndarray | None
+) -> Entry:
     match written:
-        case Written.ALL:
+        case WriteMode.ALL:
             return Entry(shard.key, shard.spec, shard.number, value=shard.view())
-        case Written.NOTHING:
+        case WriteMode.NOTHING:
             return Entry(shard.key, shard.spec, shard.number, before)
-        case Written.ROWS:
+        case WriteMode.ROWS:
             return Entry(shard.key, shard.spec, shard.number, before, shard.view(), units)
-        case Written.COPIED_ROWS:
+        case WriteMode.COPIED_ROWS:
             assert units is not None
             rows = rows_of_units(shard.view(), units, rows_per_unit(shard.spec))
             return Entry(shard.key, shard.spec, shard.number, before, units=units, rows=rows)

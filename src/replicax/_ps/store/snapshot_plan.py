@@ -16,7 +16,7 @@ MAX_COPIED_BYTES: Final = 1 << 24
 """The most bytes of changed rows that are copied at once. A copy does not delay the updates of its shard."""
 
 
-class Written(StrEnum):
+class WriteMode(StrEnum):
     """What a snapshot writes of a shard."""
 
     ALL = "all"
@@ -88,7 +88,7 @@ class WritePlan:
     """
 
     is_base: bool
-    written: Sequence[Written]
+    written: Sequence[WriteMode]
 
 
 def write_plan(
@@ -104,12 +104,12 @@ def write_plan(
     changes = [shard.changed(record) for shard, record in zip(shards, before, strict=True)]
     sizes = [shard.num_bytes if new is None else new for shard, new in zip(shards, changes)]
     if chain is None or not extends(chain, sum(sizes), sum(shard.num_bytes for shard in shards)):
-        return WritePlan(True, [Written.ALL] * len(shards))
+        return WritePlan(True, [WriteMode.ALL] * len(shards))
     left = MAX_COPIED_BYTES
-    written = [Written.ALL] * len(shards)
+    written = [WriteMode.ALL] * len(shards)
     for index in sorted(range(len(shards)), key=sizes.__getitem__):  # small changes are copied first
         if changes[index] is not None:
-            rows = Written.COPIED_ROWS if sizes[index] <= left else Written.ROWS
-            written[index] = rows if sizes[index] else Written.NOTHING
+            rows = WriteMode.COPIED_ROWS if sizes[index] <= left else WriteMode.ROWS
+            written[index] = rows if sizes[index] else WriteMode.NOTHING
         left -= sizes[index]
     return WritePlan(False, written)

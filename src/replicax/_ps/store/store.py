@@ -35,7 +35,7 @@ from replicax._ps.store.store_contents import StoreContents, StoreState
 from replicax._ps.store.store_snapshots import Moment, StoreSnapshots, any_moment
 from replicax._ps.store.updates import CompiledUpdate
 from replicax._ps.transport.messages import Message
-from replicax._src.program_kit.errors import MessageError, ReplicaxError, UnavailableError
+from replicax._src.program_kit.errors import MessageError, ReplicaxError
 
 _BRIEFLY_S: Final = 0.2
 _Read = Callable[[Mapping[str, Any], Sequence[np.ndarray]], Any]
@@ -102,16 +102,12 @@ class Store:
     def hello(self, incarnation: str) -> None:
         """Gives the store to this coordinator. Data of another coordinator is dropped."""
         with self._lock:
-            if incarnation != self._contents.owner:
-                self._contents.owner = incarnation
-                self._contents.clear()
+            self._contents.hello(incarnation)
 
     def leave(self) -> None:
         """Drops everything in the store, which then belongs to no coordinator."""
         with self._lock:
-            self._contents.owner = None
-            self._contents.renew()
-            self._contents.clear()
+            self._contents.leave()
 
     def statistics(self) -> dict[str, Any]:
         """Returns counts as JSON: see ``StoreStatistics``, and ``shards``, ``bytes``, ``programs``,
@@ -133,12 +129,13 @@ class Store:
 
         A restored store has a new id, and so has a store whose coordinator has left.
         """
-        return self._contents.instance
+        return self._contents.rules.instance
 
     @property
     def progress(self) -> Progress:
         """Counters that change with the store, for a snapshot keeper."""
-        return Progress(self.instance, self._contents.num_changes, self._contents.num_created)
+        rules = self._contents.rules
+        return Progress(rules.instance, rules.num_changes, rules.num_created)
 
     def snapshot(self, directory: str | Path, epoch: int = 0, moment: Moment = any_moment) -> dict[str, Any]:
         """Writes the changes since the last snapshot, and the record of applied closures, to a new file.
@@ -220,34 +217,35 @@ class Store:
     def _create(self, request: Create, sender: str | None) -> Message:
         contents = self._contents
         with self._lock:
-            self._check(sender)
-            if contents.has_done(request.number, request.low):
+            self._contents.rules.check(sender)
+            if contents.rules.has_done(request.number, request.low):
                 return Message({"duplicate": True})
-            new = [shard for shard in request.shards if not contents.has(shard, request.if_absent)]
+            absent = contents.absent(request.shards, request.if_absent)
+            new = [shard for shard, is_new in zip(request.shards, absent) if is_new]
             programs = [None if shard.value is not None else contents.program(shard.initial) for shard in new]
         values = [self._initial_value(shard, program) for shard, program in zip(new, programs)]
         with self._lock:
-            self._check(sender)
-            if contents.has_done(
+            self._contents.rules.check(sender)
+            if contents.rules.has_done(
                 request.number, request.low
             ):  # the same message came on an earlier connection
                 return Message({"duplicate": True})
-            absent = [not contents.has(shard, request.if_absent) for shard in new]
+            absent = contents.absent(new, request.if_absent)
             for shard, value, is_new in zip(new, values, absent):
                 if is_new:
                     contents.add(shard.key, shard.spec, value)
-            contents.did(request.number)
+            contents.rules.did(request.number)
         return Message({})
 
     def _program(self, program: UpdateProgram, sender: str | None) -> Message:
         digest = program.digest
         with self._compile_lock:  # several workers send one program; one of them compiles it
             with self._lock:
-                self._check(sender)
+                self._contents.rules.check(sender)
                 is_known = digest in self._contents.programs
             compiled = None if is_known else CompiledUpdate(program, self.device)
             with self._lock:
-                self._check(sender)
+                self._contents.rules.check(sender)
                 if compiled is not None:
                     self._contents.programs[digest] = compiled
         return Message({})
@@ -255,18 +253,19 @@ class Store:
     def _step(self, step: Step, sender: str | None) -> Message:
         contents = self._contents
         with self._lock:
-            self._check(sender)
+            self._contents.rules.check(sender)
             update = None if step.program is None else contents.program(step.program)
             averaged = None if step.gradients is None else contents.program(step.gradients.program)
             if update is not None and contents.unwritten is not None:
                 self._snapshots.wait_for_room([update.program.state[at] for at in update.program.written])
-                self._check(sender)
+                self._contents.rules.check(sender)
             pulled = [contents.shard(key) for key, _ in step.pull]
             tables = [contents.shard(key) for key in step.rows]
             check_tables(tables)
-            if step.closure is not None:
-                contents.windows.window_of(step.closure.incarnation).raise_low(step.low)
+            contents.rules.raise_low(step.closure, step.low)
             if averaged is not None:
+                if update is not None:
+                    contents.check_update(step, update)
                 contents.hold(step, averaged)
             is_duplicate = contents.update(step, update)
             if step.only_apply:
@@ -275,17 +274,17 @@ class Store:
 
     def _apply_round(self, request: ApplyRound, sender: str | None) -> Message:
         with self._lock:
-            self._check(sender)
+            self._contents.rules.check(sender)
             self._snapshots.wait_for_room(self._contents.gradients.keys_of(request.number.number))
-            self._check(sender)
+            self._contents.rules.check(sender)
             return Message({"duplicate": self._contents.apply_round(request)})
 
     def _assign(self, request: Assign, sender: str | None) -> Message:
         contents, arrays = self._contents, request.values
         with self._lock:
             self._snapshots.wait_for_room(request.keys)
-            self._check(sender)
-            if contents.has_done(request.number, request.low):
+            self._contents.rules.check(sender)
+            if contents.rules.has_done(request.number, request.low):
                 return Message({"duplicate": True})
             shards = [contents.shard(key) for key in request.keys]
             for shard, array in zip(shards, arrays, strict=True):
@@ -297,12 +296,12 @@ class Store:
             ]
             for shard, array, value in zip(shards, arrays, fresh):
                 contents.change(shard, overwritten(shard.value, array) if value is None else value)
-            contents.did(request.number)
+            contents.rules.did(request.number)
         return Message({})
 
     def _drop(self, request: Drop, sender: str | None) -> Message:
         with self._lock:
-            self._check(sender)
+            self._contents.rules.check(sender)
             for key in request.keys:
                 self._contents.shards.pop(key, None)  # it may have been dropped before
             self._contents.gradients.forget(request.keys)
@@ -312,13 +311,13 @@ class Store:
 
     def _find(self, keys: Sequence[str], sender: str | None) -> Message:
         with self._lock:
-            self._check(sender)
+            self._contents.rules.check(sender)
             specs = [(key, self._contents.shards[key].spec) for key in keys if key in self._contents.shards]
         return Message({"found": [[key, list(shape), str(dtype)] for key, (shape, dtype) in specs]})
 
     def _checksum(self, request: None, sender: str | None) -> Message:
         with self._lock:
-            self._check(sender)
+            self._contents.rules.check(sender)
             views = {key: shard.view() for key, shard in self._contents.shards.items()}
         crc = 0
         for key in sorted(views):
@@ -327,14 +326,6 @@ class Store:
         return Message({"checksum": f"{crc:08x}"})
 
     # Under the lock.
-
-    def _check(self, sender: str | None) -> None:
-        owner = self._contents.owner
-        if owner is None or sender != owner:
-            raise UnavailableError(
-                f"The parameter server holds variables of coordinator {owner}, and got a message of "
-                f"coordinator {sender}: the server was restarted, or another coordinator has taken it over."
-            )
 
     def _initial_value(self, new: NewShard, program: CompiledUpdate | None) -> jax.Array:
         if program is not None:
@@ -345,13 +336,13 @@ class Store:
     def _read(
         self, step: Step, pulled: Sequence[HeldShard], tables: Sequence[HeldShard], is_duplicate: bool
     ) -> Message:
-        instance = self.instance
+        rules = self._contents.rules
         changed = [
-            shard for shard, (_, version) in zip(pulled, step.pull) if version != (instance, shard.number)
+            shard for shard, (_, version) in zip(pulled, step.pull) if rules.is_new(shard.number, version)
         ]
         values = shown(changed)
         rows = [rows_of(shard, numbers) for shard, numbers in zip(tables, step.row_numbers)]
         if pulled or tables:
             self._contents.statistics.count_pull(values, rows)
-        versions = [[instance, shard.number] for shard in pulled]
+        versions = [[rules.instance, shard.number] for shard in pulled]
         return Message({"versions": versions, "duplicate": is_duplicate}, [*values, *rows])

@@ -14,13 +14,13 @@ import numpy as np
 
 from replicax._ps.programs.programs import UpdateProgram
 from replicax._ps.store.held_gradients import HeldGradients
-from replicax._ps.store.held_shards import HeldShard, check_state, few, staleness_of, text
+from replicax._ps.store.held_shards import HeldShard, check_state, few, text
 from replicax._ps.store.held_values import Spec
-from replicax._ps.store.requests import ApplyRound, Closure, NewShard, Step
+from replicax._ps.store.request_rules import StoreRules, absent
+from replicax._ps.store.requests import ApplyRound, NewShard, Step
 from replicax._ps.store.store_statistics import StoreStatistics
 from replicax._ps.store.unwritten import Unwritten
 from replicax._ps.store.updates import CompiledUpdate
-from replicax._ps.store.window import Windows
 from replicax._src.program_kit.errors import InvalidArgumentError, UnknownProgramError
 
 
@@ -46,34 +46,38 @@ class StoreContents:
     """Shards, the programs that update them, the record of closures that did, gradients that wait, and counts.
 
     Attributes:
-      instance: A random id; see ``Store.instance``.
-      owner: The session id of the coordinator that owns the contents; None if there is none.
+      rules: The owner, the calls that have run, and the versions.
       unwritten: The shards that a running snapshot has yet to write; None if no snapshot is being written.
-      num_created, num_changes: See ``keeper_rules.Progress``.
       shards: The shards by key.
       programs: The programs by digest.
-      windows: The applied closures, rounds and assignments of each client.
       gradients: Gradients that wait for others of their round.
       statistics: Counts since the coordinator's session began.
     """
 
     def __init__(self) -> None:
-        self.owner: str | None = None
+        self.rules = StoreRules(_new_instance())
         self.unwritten: Unwritten | None = None
-        self.num_created = self.num_changes = 0
-        self._highest_number = 0
-        self.renew()
-        self.clear()
+        self._clear()
 
-    def renew(self) -> None:
-        """Becomes another instance, because version numbers restart and may stand for other values."""
-        self.instance = uuid.uuid4().hex
+    def hello(self, incarnation: str) -> None:
+        """Gives the contents to a coordinator. Those of another one are dropped."""
+        if self.rules.hello(incarnation):
+            self._clear()
 
-    def clear(self) -> None:
-        """Drops everything."""
+    def leave(self) -> None:
+        """Drops everything. It then belongs to no coordinator, and is another instance."""
+        self.rules.leave(_new_instance())
+        self._clear()
+
+    def make_room(self) -> None:
+        """Drops everything, because what was taken from a snapshot follows. Nobody is answered meanwhile."""
+        self.rules.owner = None
+        self.rules.forget()
+        self._clear()
+
+    def _clear(self) -> None:
         self.shards: dict[str, HeldShard] = {}
         self.programs: dict[str, CompiledUpdate] = {}
-        self.windows = Windows()
         self.gradients = HeldGradients()
         self.statistics = StoreStatistics()
 
@@ -93,12 +97,9 @@ class StoreContents:
         """Returns everything but the arrays, as JSON. Programs are listed by their digests."""
         return {
             "epoch": epoch,
-            "instance": self.instance,
-            "incarnation": self.owner,
             "time": time.time(),
             "updates": self.statistics.updates,
-            "highest_number": self._highest_number,
-            "windows": self.windows.described(),
+            **self.rules.described(),
             "num_held_gradients": sum(1 for _ in self.gradients.held()),
             "programs": [
                 {"digest": digest, **compiled.program.described()}
@@ -108,11 +109,9 @@ class StoreContents:
 
     def take(self, described: Mapping[str, Any], shards: dict[str, HeldShard]) -> None:
         """Replaces everything by what was ``described``, with these shards and no program, as a new instance."""
-        self.renew()
-        self.owner, self._highest_number = described["incarnation"], described["highest_number"]
-        self.clear()
+        self._clear()
+        self.rules.take(described, _new_instance())
         self.shards = shards
-        self.windows = Windows.of(described["windows"])
         self.statistics.updates = described["updates"]
 
     def state(self) -> StoreState:
@@ -139,71 +138,58 @@ class StoreContents:
             raise UnknownProgramError(f"The parameter server has no program {digest}: send it again.", digest)
         return program
 
-    def has(self, new: NewShard, if_absent: bool) -> bool:
-        """True if a shard exists already. Raises InvalidArgumentError if it must not exist, or has another shape or
-        dtype.
+    def absent(self, new: Sequence[NewShard], if_absent: bool) -> list[bool]:
+        """Returns for each shard whether it must be created. Raises InvalidArgumentError if one must not exist, or has
+        another shape or dtype.
         """
-        shard = self.shards.get(new.key)
-        if shard is None:
-            return False
-        if if_absent and shard.spec == new.spec:
-            return True
-        raise InvalidArgumentError(
-            f'Shard "{new.key}" exists already as {text(*shard.spec)}, so it cannot be created as {text(*new.spec)}. '
-            'Drop it first. If it may exist with this shape and dtype, say "if_absent": true.'
-        )
+        kinds = [(shard.key, shard.spec) for shard in new]
+        held = {key: self.shards[key].spec for key, _ in kinds if key in self.shards}
 
-    def has_done(self, number: Closure | None, low: int) -> bool:
-        """True if a call that must run once has run. All calls of that client below ``low`` have ended."""
-        if number is None:
-            return False
-        window = self.windows.window_of(number.incarnation)
-        window.raise_low(low)
-        return number.number in window
+        def refuse(key: str, spec: Any) -> InvalidArgumentError:
+            return InvalidArgumentError(
+                f'Shard "{key}" exists already as {text(*held[key])}, so it cannot be created as {text(*spec)}. '
+                'Drop it first. If it may exist with this shape and dtype, say "if_absent": true.'
+            )
 
-    def did(self, number: Closure | None) -> None:
-        """Records that a call that must run once has run."""
-        if number is not None:
-            self.windows.window_of(number.incarnation).add(number.number)
+        return absent(kinds, held, refuse, if_absent=if_absent)
 
     # --- changes ---------------------------------------------------------------------------------------
 
     def add(self, key: str, spec: Spec, value: jax.Array) -> None:
         """Adds a new shard."""
-        self._highest_number += 1
-        self.num_created += 1
-        self.num_changes += 1
-        self.shards[key] = HeldShard(key, spec, value, self._highest_number)
+        self.shards[key] = HeldShard(key, spec, value, self.rules.created())
 
     def change(self, shard: HeldShard, value: jax.Array, rows: Sequence[np.ndarray] | None = None) -> None:
         """Gives a shard another value. If ``rows`` is given, only these rows may differ."""
         shard.value = value
-        shard.number += 1
+        shard.number = self.rules.changed(shard.number)
         shard.changed.change(rows)
         if self.unwritten is not None:
             self.unwritten.change(shard.key)
-        self._highest_number = max(self._highest_number, shard.number)
-        self.num_changes += 1
 
     def update(self, step: Step, update: CompiledUpdate | None) -> bool:
         """Runs the update of a step, unless its closure has been applied. Returns True if it had been."""
         if update is None:
             return False
         closure = step.closure
-        if closure is not None and closure.number in self.windows.window_of(closure.incarnation):
+        if self.rules.has_done(closure, step.low):
             self.statistics.duplicates += 1
             return True
-        state = self._state(update)
-        update.check_operands(step.operands)
+        state = self._checked(step, update)
         written = {update.program.state[position] for position in update.program.written}
-        used = [(self.shards[key], version) for key, version in step.used if key in written]
-        staleness = staleness_of(used, self.instance)
+        used = [(self.shards[key].number, version) for key, version in step.used if key in written]
+        staleness = self.rules.staleness(used)
         self._apply(update, state, step.operands)
-        self.did(closure)
+        self.rules.did(closure)
         if staleness is not None:
             self.statistics.staleness.count(staleness)
         self.statistics.updates += 1
         return False
+
+    def check_update(self, step: Step, update: CompiledUpdate) -> None:
+        """Raises InvalidArgumentError if ``update`` would, so that nothing of the step is done before."""
+        if not self.rules.has_done(step.closure, step.low):
+            self._checked(step, update)
 
     def hold(self, step: Step, update: CompiledUpdate) -> None:
         """Keeps the gradients of a step until their round is applied. Gradients of a round that has been applied are
@@ -212,7 +198,7 @@ class StoreContents:
         assert step.closure is not None
         assert step.gradients is not None
         number, gradients = step.gradients.round_number, step.gradients.operands
-        if number in self.windows.window_of(step.closure.round_closure.incarnation):
+        if not self.rules.holds(step.closure, number):
             return
         self._state(update)
         self.gradients.hold(number, step.closure.number, update, gradients)
@@ -221,16 +207,21 @@ class StoreContents:
         """Applies the mean of the gradients of a round, unless that has been done. Returns True if it had been."""
         number = request.number.number
         self.gradients.end_below(request.low)
-        if self.has_done(request.number, request.low):
+        if self.rules.has_done(request.number, request.low):
             return True
         found = self.gradients.mean(number, request.closures)
         if found is not None:
             update, operands = found
             self._apply(update, self._state(update), operands)
             self.statistics.updates += 1
-        self.did(request.number)
+        self.rules.did(request.number)
         self.gradients.end(number)
         return False
+
+    def _checked(self, step: Step, update: CompiledUpdate) -> list[HeldShard]:
+        state = self._state(update)
+        update.check_operands(step.operands)
+        return state
 
     def _state(self, update: CompiledUpdate) -> list[HeldShard]:
         state = [self.shard(key) for key in update.program.state]
@@ -244,3 +235,7 @@ class StoreContents:
         results = update([shard.held() for shard in state], operands)
         for shard, value, rows in zip(written, results, update.rows(operands)):
             self.change(shard, value, rows)
+
+
+def _new_instance() -> str:
+    return uuid.uuid4().hex

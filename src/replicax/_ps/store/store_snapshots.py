@@ -62,8 +62,7 @@ class StoreSnapshots:
             folder.last = None
             with contextlib.closing(snapshot):
                 with self._lock:
-                    contents.owner = None
-                    contents.clear()  # before the new values are read: memory may not hold both
+                    contents.make_room()  # before the new values are read: memory may not hold both
                 shards = {
                     key: HeldShard(key, shard.spec, snapshot.value(shard, self._device), shard.number)
                     for key, shard in snapshot.manifest.shards.items()
@@ -86,7 +85,7 @@ class StoreSnapshots:
             "age_s": None if taken is None else max(0.0, time.time() - taken),
             "position": snapshot.content.get("position"),
             "num_held_gradients": snapshot.content.get("num_held_gradients", 0),
-            "applied": list(contents.windows.window_of(str(told["incarnation"])).extent),
+            "applied": list(contents.rules.windows.window_of(str(told["incarnation"])).extent),
         }
 
     def wait_for_room(self, keys: Sequence[str]) -> None:
