@@ -50,7 +50,9 @@ class ServerState:
         return instance in self._accepted
 
     def answered(self, instance: str, now: float) -> None:
-        """Records which process has answered."""
+        """Records which process has answered. An answer of one that another one has replaced comes late: it is ignored."""
+        if instance in self._seen and instance != self.last_instance:
+            return
         if instance not in self._seen:
             self._seen.add(instance)
             self.changed_at = now
