@@ -579,3 +579,12 @@ def test_lost_group_without_any_copy():
     groups.returned(0, {})
     assert groups.restart([0]) == []
     assert groups.hopeless == [0, 1]
+
+
+def test_process_that_has_nothing_is_not_the_primary_of_a_position():
+    fresh = GroupRules(1)
+    message(
+        InvalidArgumentError, lambda: fresh.take(View(0, 3, 1, None, since=Position(1, 50))), "lacks updates"
+    )
+    assert not fresh.is_primary
+    assert fresh.take(View(0, 4, 0, 1, is_joining=True))

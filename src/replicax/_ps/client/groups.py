@@ -99,6 +99,7 @@ class Groups:
         if view.since is not None and view.epoch == self._views[view.group].epoch:
             self._lost.add(view.group)
             self._ended.add(view.group)
+            self._has[view.group].pop(view.primary, None)  # until it says again what it has
 
     @property
     def hopeless(self) -> list[int]:

@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 from replicax._ps.coordinator.rounds import Round, Rounds
+from replicax._ps.coordinator.worker_clocks import WorkerClocks
 from replicax._src.program_kit.errors import CancelledError, InvalidArgumentError, RemoteError
 
 CAPACITY = 256 * 1024
@@ -151,6 +152,7 @@ class ClosureQueue:
         self._proven: set[Hashable] = set()
         self._queued: deque[Closure] = deque()
         self._members: dict[Worker, _Member] = {}
+        self._clocks = WorkerClocks()
         self._unfinished: set[int] = set()
         self._next_number = self._low = first_number
         self._num_in_flight = 0
@@ -223,6 +225,31 @@ class ClosureQueue:
         """Returns the number of closures that a worker has taken and that have not ended."""
         return len(self._members[worker].in_flight)
 
+    @property
+    def slowest_clock(self) -> int | None:
+        """The number of closures that the slowest connected worker has ended; None if no worker is connected."""
+        return self._clocks.slowest
+
+    @property
+    def unfinished(self) -> list[int]:
+        """The numbers of the closures that have not ended, in their order."""
+        return sorted(self._unfinished)
+
+    @property
+    def has_work(self) -> bool:
+        """True if a closure is queued that some worker may take now, as far as it does not depend on the worker."""
+        if not self._queued or self._paused:
+            return False
+        return self.rounds is None or self.rounds.is_open(self._queued[0].round_key, self._clocks.num_here)
+
+    def has_taken(self, worker: Worker, closure: Closure) -> bool:
+        """True if a worker has taken a closure, and it has not ended."""
+        return closure.number in self._members[worker].in_flight
+
+    def is_too_far_ahead(self, worker: Worker) -> bool:
+        """True if a connected worker must wait for the slowest one."""
+        return self._is_too_far_ahead(self._members[worker])
+
     def oldest(self, worker: Worker) -> Closure | None:
         """Returns the closure that a worker runs now; None if it has none."""
         return next(iter(self._members[worker].in_flight.values()), None)
@@ -245,30 +272,51 @@ class ClosureQueue:
 
         Call it only if the queue is open, not full, and has no error.
         """
-        assert not self._is_closed
-        assert not self.has_error
         assert not self.is_full
         closure = Closure(self._next_number, name, name if kind is None else kind, work)
         closure.round_key = round_key
-        self._next_number += 1
-        self._unfinished.add(closure.number)
-        self._queued.append(closure)
-        self.counts.scheduled += 1
+        self.add(closure)
         return closure
 
     def refuse(self, name: str, work: Any, error: BaseException) -> Ended:
         """Adds a closure that cannot run, and fails it. Call it only when ``schedule`` may be called."""
-        closure = self.schedule(name, work)
-        self._queued.pop()
-        self._unfinished.discard(closure.number)
+        return self.add_failed(Closure(self._next_number, name, name, work), error)
+
+    def add(self, closure: Closure) -> None:
+        """Queues a closure that has its number. It may be over the capacity, if it was made before the queue was full.
+
+        Call it only if the queue is open and has no error.
+        """
+        assert not self._is_closed
+        assert not self.has_error
+        self._count(closure)
+        self._unfinished.add(closure.number)
+        self._queued.append(closure)
+
+    def add_failed(self, closure: Closure, error: BaseException) -> Ended:
+        """Adds a closure that cannot run, and fails it. Call it only when ``add`` may be called."""
+        assert not self._is_closed
+        assert not self.has_error
+        self._count(closure)
         return self._fail(closure, error)
+
+    def add_cancelled(self, closure: Closure) -> Ended:
+        """Adds a closure that comes too late: the queue is closed or has an error. It is cancelled."""
+        self._count(closure)
+        return self._cancel(
+            [closure], _CLOSED if self._is_closed else f"It was scheduled after this: {self._reason}"
+        )
 
     def take(self, worker: Worker) -> Closure | None:
         """Returns the next closure for a worker; None if there is none for it now."""
         if not self.may_take(worker):
             return None
         closure = self._queued.popleft()
-        self._members[worker].in_flight[closure.number] = closure
+        member = self._members[worker]
+        if not member.in_flight:
+            self._clocks.leave(member.clock, is_idle=True)
+            self._clocks.enter(member.clock, is_idle=False)
+        member.in_flight[closure.number] = closure
         self._num_in_flight += 1
         if self.rounds is not None:
             closure.round = self.rounds.take(worker, closure.round_key, closure.number)
@@ -279,7 +327,6 @@ class ClosureQueue:
         """Records that a worker has finished a closure. Returns False if the answer is too late to count."""
         if not self._ends(worker, closure):
             return False
-        self._members[worker].clock += 1
         self._proven.add(closure.kind)
         self.counts.finished += 1
         if self.rounds is not None:
@@ -290,7 +337,6 @@ class ClosureQueue:
         """Records that a closure raised an error on a worker."""
         if not self._ends(worker, closure):
             return []
-        self._members[worker].clock += 1
         self._leave_rounds([closure])
         return self._fail(closure, error)
 
@@ -304,14 +350,17 @@ class ClosureQueue:
 
     def back(self, worker: Worker) -> None:
         """Records that a worker is connected, for the first time or again."""
-        slowest = self._slowest_clock()
+        slowest = self._clocks.slowest
         member = self._members.setdefault(worker, _Member())
+        self._left(member)
         member.is_here = True
         member.clock = slowest if slowest is not None else member.clock
+        self._came(member)
 
     def lost(self, worker: Worker, running: Sequence[Closure] = ()) -> Ended:
         """Records that a worker is lost. ``running`` has its running closure, or several of which one ran, if known."""
         member = self._members.setdefault(worker, _Member())
+        self._left(member)
         member.is_here = False
         held, member.in_flight = list(member.in_flight.values()), {}
         self._num_in_flight -= len(held)
@@ -338,9 +387,7 @@ class ClosureQueue:
         """Ends all closures with ``error``, in-flight ones too, because a resource that all need is lost."""
         self._breakage = error
         ended: Ended = [(c, error) for m in self._members.values() for c in m.in_flight.values()]
-        for member in self._members.values():
-            member.in_flight = {}
-        self._num_in_flight = 0
+        self._drop_in_flight()
         if self.rounds is not None:
             self.rounds.clear()
         self._unfinished.difference_update(closure.number for closure, _ in ended)
@@ -363,9 +410,7 @@ class ClosureQueue:
         """Closes the queue: cancels queued and in-flight closures, and allows no others."""
         self._is_closed = True
         held = [closure for member in self._members.values() for closure in member.in_flight.values()]
-        for member in self._members.values():
-            member.in_flight = {}
-        self._num_in_flight = 0
+        self._drop_in_flight()
         if self.rounds is not None:
             self.rounds.clear()
         return self._cancel(held, _CLOSED) + self._cancel_queued(_CLOSED)
@@ -380,20 +425,52 @@ class ClosureQueue:
         error, self._error = self._error, None
         return error
 
+    def keep(self, error: BaseException) -> None:
+        """Takes back a failure that ``collect`` has returned, because nobody has seen it."""
+        if not self.has_error:
+            self._error = error
+
     # --- the rules -------------------------------------------------------------------------------------
 
-    def _leaves(self, worker: Worker, closure: Closure) -> bool:
+    def _leaves(self, worker: Worker, closure: Closure, num_ended: int = 0) -> bool:
         member = self._members.get(worker)
-        if member is None or member.in_flight.pop(closure.number, None) is None:
+        if member is None or closure.number not in member.in_flight:
             return False
+        self._left(member)
+        del member.in_flight[closure.number]
+        member.clock += num_ended
+        self._came(member)
         self._num_in_flight -= 1
         return True
 
     def _ends(self, worker: Worker, closure: Closure) -> bool:
-        if not self._leaves(worker, closure):
+        if not self._leaves(worker, closure, 1):
             return False
         self._unfinished.discard(closure.number)
         return True
+
+    def _count(self, closure: Closure) -> None:
+        """Counts a closure as scheduled. Numbers between the last one and its own are never used."""
+        assert closure.number >= self._next_number, f"closure {closure.number} after {self._next_number - 1}"
+        self._next_number = closure.number + 1
+        self.counts.scheduled += 1
+
+    def _left(self, member: _Member) -> None:
+        """Takes a worker out of the counts, before it changes."""
+        if member.is_here:
+            self._clocks.leave(member.clock, is_idle=not member.in_flight)
+
+    def _came(self, member: _Member) -> None:
+        """Puts a worker into the counts again, after its change."""
+        if member.is_here:
+            self._clocks.enter(member.clock, is_idle=not member.in_flight)
+
+    def _drop_in_flight(self) -> None:
+        for member in self._members.values():
+            self._left(member)
+            member.in_flight = {}
+            self._came(member)
+        self._num_in_flight = 0
 
     def _fail(self, closure: Closure, error: BaseException) -> Ended:
         self.counts.failed += 1
@@ -445,29 +522,25 @@ class ClosureQueue:
 
     def _num_waiting(self) -> int:
         """The number of workers that have nothing in flight and may take a closure."""
-        return sum(
-            member.is_here and not member.in_flight and not self._is_too_far_ahead(member)
-            for member in self._members.values()
-        )
+        clocks, slowest = self._clocks, self._clocks.slowest
+        if self._max_staleness is None or slowest is None:
+            return clocks.num_idle
+        return clocks.num_idle_until(slowest + self._max_staleness)
 
     def _is_of_round(self, worker: Worker, member: _Member, rounds: Rounds) -> bool:
         in_flight = [closure.round for closure in member.in_flight.values()]
-        num_here = sum(each.is_here for each in self._members.values())
-        num_idle = sum(each.is_here and not each.in_flight for each in self._members.values())
-        return rounds.may_take(worker, self._queued[0].round_key, in_flight, num_idle, num_here)
+        clocks = self._clocks
+        return rounds.may_take(worker, self._queued[0].round_key, in_flight, clocks.num_idle, clocks.num_here)
 
     def _leave_rounds(self, closures: list[Closure]) -> None:
         if self.rounds is not None:
             for closure in closures:
                 self.rounds.left(closure.round_key, closure.number)
 
-    def _slowest_clock(self) -> int | None:
-        return min((member.clock for member in self._members.values() if member.is_here), default=None)
-
     def _is_too_far_ahead(self, member: _Member) -> bool:
         if self._max_staleness is None:
             return False
-        slowest = self._slowest_clock()
+        slowest = self._clocks.slowest
         assert slowest is not None  # the member itself is there
         return member.clock + len(member.in_flight) - slowest > self._max_staleness
 

@@ -76,6 +76,13 @@ class Rounds:
         """The number of gradients that wait for others of their round."""
         return sum(len(each.ended) for each in self._rounds.values() if not self._is_complete(each))
 
+    def is_open(self, key: Hashable, num_here: int) -> bool:
+        """True if ``may_take`` is true for some worker, perhaps; ``num_here`` workers are connected."""
+        found = self._rounds.get(key) if key is not None else None
+        if found is None:
+            return True
+        return not self._is_complete(found) and found.num_taken < max(self.num_gradients, num_here)
+
     def may_take(
         self, worker: Hashable, key: Hashable, rounds: Collection[int | None], num_idle: int, num_here: int
     ) -> bool:

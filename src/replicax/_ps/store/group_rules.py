@@ -171,7 +171,7 @@ class GroupRules:
             keeps_all = False
         joins = view.is_joining and view.backup == self._task
         if view.since is not None and view.primary == self._task:
-            keeps_all = keeps_all or self.position == view.since
+            keeps_all = self.position == view.since  # a new process has nothing, and seems to lack nothing
         if not keeps_all and not joins and self._task in view.members:
             raise InvalidArgumentError(
                 f"ps {self._task} lacks updates of group {view.group}, so it cannot be a member of it in "

@@ -1,0 +1,72 @@
+"""``HungryWorkers``: the workers that want functions, least busy first. Choosing does not loop over all of them."""
+
+from __future__ import annotations
+
+from typing import final
+
+from replicax._ps.coordinator.closures import ClosureQueue
+from replicax._ps.job.worker_state import WorkerState
+
+
+@final
+class HungryWorkers:
+    """Ordered sets of workers: idle ones, those with one function, and those with more. The first have waited longest.
+
+    A worker that must wait for the slowest one is put aside until that one is further.
+    """
+
+    def __init__(self, queue: ClosureQueue):
+        self._queue = queue
+        self._by_load: tuple[dict[WorkerState, None], ...] = ({}, {}, {})
+        self._ahead: dict[WorkerState, None] = {}
+        self._slowest: int | None = None
+
+    def put(self, worker: WorkerState, num_in_flight: int) -> None:
+        """Adds a worker behind the others that are as busy."""
+        self.remove(worker)
+        self._by_load[min(num_in_flight, 2)][worker] = None
+
+    def remove(self, worker: WorkerState) -> None:
+        """Removes a worker, if it is there."""
+        for workers in (*self._by_load, self._ahead):
+            workers.pop(worker, None)
+
+    def next(self, *, only_idle: bool) -> WorkerState | None:
+        """Returns a worker that may take a function now; None if there is none.
+
+        Args:
+          only_idle: True if the worker must have at most one function. A busier one answers soon, and takes the next
+            ones together.
+        """
+        if not self._queue.has_work:
+            return None
+        self._return_those_ahead()
+        for load, workers in enumerate(self._by_load[: 2 if only_idle else 3]):
+            found, aside = self._first(workers, all_alike=load > 0 and self._queue.rounds is None)
+            for worker in aside:
+                del workers[worker]
+                self._ahead[worker] = None
+            if found is not None:
+                return found
+        return None
+
+    def _first(
+        self, workers: dict[WorkerState, None], *, all_alike: bool
+    ) -> tuple[WorkerState | None, list[WorkerState]]:
+        """Returns the first worker that may take a function, and those before it that are too far ahead."""
+        aside: list[WorkerState] = []
+        for worker in workers:
+            if self._queue.may_take(worker.name):
+                return worker, aside
+            if self._queue.is_too_far_ahead(worker.name):
+                aside.append(worker)
+            elif all_alike:  # the queue leaves the rest to idle workers
+                break
+        return None, aside
+
+    def _return_those_ahead(self) -> None:
+        slowest, before = self._queue.slowest_clock, self._slowest
+        self._slowest = slowest
+        if self._ahead and slowest != before:
+            for worker in list(self._ahead):
+                self.put(worker, self._queue.in_flight(worker.name))

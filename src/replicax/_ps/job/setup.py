@@ -1,0 +1,43 @@
+"""``Setup``: what a job is made of, and its options. It does not change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, final
+
+from replicax._ps.client.groups import Groups
+from replicax._ps.coordinator.closures import CAPACITY
+from replicax._ps.coordinator.limits import Limits
+
+
+@final
+@dataclass(frozen=True, eq=False, slots=True)
+class Setup:
+    """The tasks and the options of a job.
+
+    Attributes:
+      num_workers: The number of workers, ``"worker 0"`` and so on.
+      num_servers: The number of parameter servers, ``"ps 0"`` and so on.
+      limits: The timeouts.
+      incarnation: The id of the session with the tasks.
+      ps_addresses: The addresses of the parameter servers, in order, which workers are told.
+      snapshot_intervals_s: The interval of each parameter server, in order; None for one that takes no snapshots.
+      groups: The primaries of all groups, with ``replication=2``; None without.
+      max_staleness, replicas_to_aggregate, on_ps_restart: See ``ClusterCoordinator``.
+      capacity: The most functions that may be queued.
+      first_number, first_round: The numbers of the first function and of the first round.
+    """
+
+    num_workers: int
+    num_servers: int = 0
+    limits: Limits = field(default_factory=Limits)
+    incarnation: str = ""
+    ps_addresses: tuple[str, ...] = ()
+    snapshot_intervals_s: tuple[float | None, ...] = ()
+    groups: Groups | None = None
+    max_staleness: int | None = None
+    replicas_to_aggregate: int | None = None
+    on_ps_restart: Literal["continue", "rewind"] = "continue"
+    capacity: int = CAPACITY
+    first_number: int = 0
+    first_round: int = 0

@@ -1,0 +1,42 @@
+"""A function on its way: scheduled, sent, answered, settled; and callers that wait."""
+
+from driven_job import DrivenJob, connected
+from replicax._ps.job.actions_out import SendToWorker
+from replicax._ps.job.events_in import Closed
+
+
+def test_a_function_is_sent_answered_settled_and_joined():
+    driven = connected()
+    number = driven.schedule()
+    assert driven.sent() == [("closure", number)]
+    idle = driven.wait("idle")
+    assert idle not in driven.ended
+    answer = {"signature": None}
+    driven.works(answer)
+    settled = driven.settled[number]
+    assert (settled.worker, settled.error, settled.answer) == ("worker 0", None, answer)
+    assert driven.ended[idle].error is None
+
+
+def test_functions_wait_for_the_first_worker():
+    driven = DrivenJob()
+    numbers = [driven.schedule() for _ in range(3)]
+    driven.connect()
+    assert driven.sent() == [("closure", numbers[0])]
+    for _ in numbers:
+        driven.works({})
+    assert list(driven.settled) == numbers
+
+
+def test_close_cancels_and_closes():
+    driven = connected(2)
+    number = driven.schedule()
+    waits = [driven.wait("idle"), driven.wait("ended")]
+    driven.do(Closed())
+    assert "closed before it ended" in str(driven.settled[number].error)
+    assert set(waits) <= set(driven.ended)
+    assert driven.servers.is_closed
+    assert driven.job.wake_at is None
+    late = driven.schedule()
+    assert "closed" in str(driven.settled[late].error)
+    assert driven.of(SendToWorker) == []

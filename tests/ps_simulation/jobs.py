@@ -1,0 +1,433 @@
+"""Jobs: a coordinator with the real ``Job``, workers and parameter servers, and callers that schedule functions.
+
+``Jobs`` has what all of these scenarios share: the drawing of functions and faults, and what must hold in every run.
+"""
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+
+from ps_simulation.container_lengths import lengths_of
+from ps_simulation.coordinator import COORDINATOR, Coordinator
+from ps_simulation.names import Names
+from ps_simulation.server_task import ServerTask, ps
+from ps_simulation.snapshot_disk import Disk
+from ps_simulation.worker_task import WorkerTask, worker
+from replicax._ps.coordinator.limits import Limits
+from replicax._ps.job.events_in import Closed, FunctionNeeds
+from replicax._src.vocabulary.errors import (
+    CancelledError,
+    InvalidArgumentError,
+    ReplicaxError,
+    StaleCoordinatorError,
+    UnavailableError,
+    WaitTimeoutError,
+)
+from simulation.world import Fault
+
+SILENCE_S = 50.0  # a session may end after this time without heartbeats
+PATIENCE_S = 110.0
+"""A job that still raises so long after the last fault is lost."""
+MOST_LENGTHS = 1500
+"""The most items in all containers of a job that has ended, with any number of functions; 200 events take part of it."""
+
+
+@dataclass(eq=False)
+class Function:
+    """A scheduled function.
+
+    Attributes:
+      ends: "adds" to the counters of ``servers``, or "reads", "raises", "kills" its worker, "cannot travel" at first, or
+        is "refused" when it is scheduled.
+      signature: The signature of elements that it meets first, for which it must be traced; empty if it has none.
+    """
+
+    ends: str = "adds"
+    servers: tuple = ()
+    programs: tuple = ()
+    resources: tuple = ()
+    round_key: object = None
+    signature: str = ""
+    num_bytes: int = 8
+    number: int = -1
+    is_sent: bool = False
+
+    @property
+    def name(self):
+        return f"{self.ends} {self.number}"
+
+    @property
+    def kind(self):
+        return self.programs[0]
+
+    @property
+    def error(self):
+        return InvalidArgumentError("It cannot run.") if self.ends == "refused" else None
+
+
+class Jobs:
+    """A job that schedules functions and joins, whatever fails.
+
+    Attributes:
+      has_snapshots, has_two_copies, on_ps_restart, num_averaged, max_staleness: See ``Setup``. Subclasses set them.
+    """
+
+    limit_s = 600.0
+    settled_s = 1.0  # after the last fault, and after all functions have ended
+    has_snapshots = has_two_copies = False
+    on_ps_restart = "continue"
+    num_averaged = max_staleness = None
+    mild = ("adds",) * 8 + ("reads",)
+    wild = ("adds",) * 20 + ("reads", "raises", "cannot travel", "refused")
+    program = "add"
+    network = {}  # noqa: RUF012 - options of the world, which nobody changes
+    server_faults = ("cut", "cut", "pause", "part", "part one way")
+    log_entries = 10**6
+
+    def __init__(self, seed):
+        of_seed = self.random = random.Random(f"{type(self).__name__} {seed}")
+        self.num_workers = of_seed.choice([1, 2, 2, 3])
+        self.num_servers = of_seed.choice([1, 2, 2, 3])
+        self.num_functions = of_seed.choice([3, 10, 25, 60])
+        self.function_times = of_seed.choice([(0.0005,), (0.01, 0.03), (0.2, 0.4)])
+        self.write_s = of_seed.choice([0.01, 0.3, 2.0])
+        self.interval_s = of_seed.choice([1.0, 3.0, 10.0])
+        self.capacity = of_seed.choice([2, 10, 1000])
+        self.limits = Limits(reconnect_s=200.0, ps_silence_s=60.0)
+        self.names = Names()
+        self.draw()
+        self.kinds = of_seed.choice([self.mild, self.mild, self.mild, self.wild])
+        self.computing = random.Random(f"computing {seed}")
+        self.functions = []
+        self.settled = {}
+        self.has_ended = False
+        self.failures = []  # that callers have got
+        self.lost = {}  # server: functions that a process of it had, and the one that took its place has not
+        self.num_worker_faults = self.num_server_faults = 0
+        self.silence_s = 0.0
+        self.is_lost = self.is_closed_early = False
+        self.keys = [f"counter {number}" for number in range(self.num_servers)]
+        self.disks = [Disk() if self.has_snapshots else None for _ in range(self.num_servers)]
+        self.planned = [self.drawn() for _ in range(self.num_functions)]
+
+    def draw(self):
+        """Draws what a kind of job needs beside."""
+
+    @property
+    def servers_return(self):
+        return self.has_snapshots
+
+    def drawn(self):
+        """Draws a function."""
+        of_seed = self.random
+        ends = of_seed.choice(self.kinds)
+        servers = tuple(range(self.num_servers))
+        if of_seed.random() < 0.3:
+            servers = (of_seed.choice(servers),)
+        programs = (of_seed.choice(["program a", "program b"]),)
+        round_key = None
+        if self.num_averaged is not None and ends == "adds":
+            round_key, servers = "round", tuple(range(self.num_servers))
+        num_bytes = of_seed.choice([8, 8, 8, 8, 5000])
+        return Function(ends, servers, programs, (), round_key, num_bytes=num_bytes)
+
+    # --- faults -------------------------------------------------------------------------------------
+
+    kinds_of_faults = ("worker",) * 10 + ("server",) * 6 + ("interrupt",) * 3 + ("close",)
+    moments = (("settled", 40), ("job", 1), ("meet_worker", 6), ("sent", 40))
+
+    def faults(self):
+        of_seed, faults = self.random, []
+        horizon = 1.0 + self.num_functions * self.function_times[-1]
+        for _ in range(of_seed.choice([0, 1, 2, 3, 5, 8])):
+            if of_seed.random() < 0.6:
+                name, most = of_seed.choice(self.moments)
+                when = {"on": f"{name} {of_seed.randint(1, most)}"}
+                at = of_seed.choice([0.0, 0.002, 0.02, 1.0]) * of_seed.random()
+            else:
+                when, at = {"on": "job 1"}, of_seed.uniform(0.0, 1.5 * horizon)
+            faults.append(self.fault(at, when))
+        return faults
+
+    def fault(self, at, when):
+        """Draws one fault."""
+        of_seed = self.random
+        workers = [worker(number) for number in range(self.num_workers)]
+        servers = [ps(number) for number in range(self.num_servers)]
+        lasting = of_seed.choice([0.005, 0.1, 1.5, 4.0, 12.0, 40.0]) * of_seed.random()
+        kind = of_seed.choice(self.kinds_of_faults)
+        if kind in ("interrupt", "close"):
+            return Fault(at, kind, (COORDINATOR,), **when)
+        if kind == "worker":
+            kind = of_seed.choice(["restart", "restart", "lose host", "pause", "cut", "part", "part one way"])
+            return self.drawn_fault(at, kind, of_seed.choice(workers), [COORDINATOR, *servers], lasting, when)
+        kind = of_seed.choice(self.server_faults)
+        others = [COORDINATOR, *workers, *servers]
+        return self.drawn_fault(at, kind, of_seed.choice(servers), others, lasting, when)
+
+    def drawn_fault(self, at, kind, target, others, lasting, when):
+        if kind in ("restart", "restart without its disk", "lose host", "pause"):
+            return Fault(at, kind, (target,), lasting, **when)
+        way = [target, self.random.choice([each for each in others if each != target])]
+        self.random.shuffle(way)
+        return Fault(at, kind, tuple(way), lasting, **when)
+
+    def inject(self, world, fault):
+        """Lets a fault happen."""
+        process = world.processes.get(fault.targets[0])
+        self.num_worker_faults += any(name.startswith("worker") for name in fault.targets)
+        self.num_server_faults += any(name.startswith("ps") for name in fault.targets)
+        if fault.kind in ("pause", "part", "part one way"):
+            self.silence_s += fault.for_s
+        match fault.kind:
+            case "interrupt":
+                world.trace(f"FAULT {fault}")
+                world.deliver(process, process.interrupt)
+            case "close":
+                world.trace(f"FAULT {fault}")
+                self.is_closed_early = True
+                world.deliver(process, self.close, process)
+            case "restart" | "restart without its disk" | "lose host":
+                if process.is_alive:
+                    kind = "lose host" if fault.kind == "lose host" else "kill"
+                    world.trace(f"FAULT {fault}")
+                    self.kill(world, process, kind)
+                    if fault.kind == "restart without its disk":
+                        self.disks[process.index] = Disk()
+                    world.last_fault = max(world.last_fault, world.now + fault.for_s)
+                    world.at(world.now + max(fault.for_s, 0.001), self.restart, world, process)
+            case _:
+                world.inject(fault)
+
+    def kill(self, world, process, kind):
+        world.inject(Fault(world.now, kind, (process.name,)))
+
+    def restart(self, world, process):
+        """Starts a process in the place of one that has ended."""
+        if world.processes[process.name] is process:
+            if isinstance(process, WorkerTask):
+                world.start(WorkerTask(self, world, process.index))
+            else:
+                self.start_server(world, process.index)
+
+    # --- the run ------------------------------------------------------------------------------------
+
+    def build(self, world):
+        self.world = world
+        for number in range(self.num_servers):
+            self.start_server(world, number)
+        for number in range(self.num_workers):
+            world.start(WorkerTask(self, world, number))
+        self.coordinator = Coordinator(self, world)
+        world.start(self.coordinator)
+
+    def start_server(self, world, number):
+        world.start(ServerTask(self, world, number, self.disks[number], self.interval_s))
+
+    def begin_callers(self, coordinator):
+        coordinator.run_through(self.caller(coordinator))
+
+    def caller(self, coordinator):
+        """The program: it schedules, joins now and then, and closes the coordinator at the end."""
+        of_seed = random.Random(f"caller {self.world.seed}")
+        for function in self.planned:
+            if not (yield from self.tried(coordinator.wait("room"))):
+                if self.has_ended:
+                    break
+                yield 0.05
+                continue  # an earlier failure
+            coordinator.schedule(function)
+            if of_seed.random() < 0.3:
+                yield of_seed.choice([0.0, 0.001, 0.05, 0.5]) * of_seed.random()
+            if of_seed.random() < 0.08:
+                limit_s = of_seed.choice([None, 0.01, 1.0])
+                yield from self.tried(coordinator.wait("idle", limit_s=limit_s))
+        yield from self.joined(coordinator)
+        yield from self.ended(coordinator)
+
+    def joined(self, coordinator):
+        """Waits until all functions have ended, through all failures. Notes if the job is lost for good."""
+        while not self.has_ended:
+            if (yield from self.tried(coordinator.wait("idle"))):
+                missing = set(range(coordinator.num_scheduled)) - set(self.settled)
+                assert not missing, f"join returns, and {sorted(missing)} have not ended"
+                return
+            if self.world.now > self.world.last_fault + PATIENCE_S:
+                self.is_lost = True
+                return
+            yield 1.0
+
+    def tried(self, waiting):
+        """Waits. Returns True if that raised nothing."""
+        try:
+            yield from waiting
+        except WaitTimeoutError:
+            return False
+        except ReplicaxError as error:
+            self.failures.append(error)
+            self.world.trace(f"  a caller gets {type(error).__name__}: {error}")
+            return False
+        return True
+
+    def ended(self, coordinator):
+        """Ends the run: what is in the counters is read, and the job is closed."""
+        yield 1.0
+        while (left_s := self.world.last_fault + self.settled_s - self.world.now) > 0.0:
+            yield left_s + 0.001
+        if not self.has_ended:
+            self.check_servers(self.world)
+            self.close(coordinator)
+        yield from coordinator.wait("ended")
+        coordinator.end(0)
+
+    def close(self, coordinator):
+        if coordinator.job is not None and not self.has_ended:
+            self.has_ended = True
+            coordinator.give(Closed())
+
+    def is_over(self, world):
+        return not self.coordinator.is_alive
+
+    # --- how long things take -----------------------------------------------------------------------
+
+    def function_s(self, function):
+        return self.computing.choice(self.function_times)
+
+    def resource_s(self, name):
+        return 0.05
+
+    def resource_fails(self, name, index):
+        return False
+
+    def traced(self, number, signature):
+        yield 0.05
+        function = self.functions[number]
+        function.programs = (*function.programs, f"program of {signature}")
+        return FunctionNeeds(function.programs, (), function.resources, function.num_bytes)
+
+    # --- what must hold at all times ----------------------------------------------------------------
+
+    def note_request(self, coordinator, ask):
+        """The job asks a task."""
+
+    def note_scheduled(self, coordinator, function):
+        assert len(self.functions) == function.number
+        self.functions.append(function)
+        coordinator.world.moment("scheduled")
+
+    def note_sent(self, coordinator, name, request):
+        coordinator.world.trace(f"  function {request.what} is sent to {name}")
+        coordinator.world.moment("sent")
+        assert request.what not in self.settled, f"function {request.what} has ended, and is sent to {name}"
+
+    def note_run(self, process, request):
+        """A worker begins a function."""
+
+    def note_values(self, process, request, values):
+        """A worker has read the counters."""
+
+    def note_killed(self, process):
+        """A function kills its worker, which is started again."""
+        process.world.at(process.world.now + 0.3, self.restart, process.world, process)
+
+    def note_ran(self, process, request):
+        """A worker has run a function."""
+
+    def note_round(self, coordinator, number, closures):
+        """A round is being applied."""
+
+    def note_settled(self, coordinator, action):
+        assert action.number not in self.settled, f"function {action.number} ends twice"
+        assert action.number < coordinator.num_scheduled
+        self.settled[action.number] = action.error
+        coordinator.world.trace(f"  function {action.number} ends on {action.worker or 'none'}")
+        if action.error is None:
+            assert action.answer["number"] == action.number, (
+                f"function {action.number} gets the answer of {action.answer['number']}"
+            )
+        coordinator.world.moment("settled")
+
+    def note_log(self, coordinator, text):
+        """The job has written a line."""
+
+    def differs(self, group, seq):
+        raise AssertionError(f"message {seq} of group {group} has two outcomes")
+
+    # --- at the end ---------------------------------------------------------------------------------
+
+    def check(self, world):
+        number = self.coordinator.num_scheduled
+        assert set(self.settled) == set(range(number)), (
+            f"{set(range(number)) - set(self.settled)} have not ended"
+        )
+        self.check_errors()
+        if self.is_lost:
+            self.check_lost()
+        if self.coordinator.job is not None:
+            lengths = lengths_of(self.coordinator.job)
+            assert sum(lengths.values()) < MOST_LENGTHS, f"the job keeps {lengths.most_common(8)}"
+
+    def check_lost(self):
+        """The job may be lost only for a reason that is true."""
+        assert self.num_server_faults or self.silence_s > SILENCE_S, f"lost: {self.failures[-1:]}"
+
+    def check_errors(self):
+        """Functions fail only for reasons that are true."""
+        for number, error in self.settled.items():
+            function, text = self.functions[number], str(error)
+            if error is None:
+                assert function.ends not in ("raises", "refused", "kills"), f"{function.name} finishes"
+            elif isinstance(error, CancelledError):
+                assert self.failures or self.has_ended
+            elif "probably kills workers" in text:
+                assert self.num_worker_faults >= 3 or function.ends == "kills", text
+            elif isinstance(error, UnavailableError | StaleCoordinatorError):
+                assert self.num_server_faults or self.silence_s > SILENCE_S, text
+            else:
+                assert function.ends in ("raises", "refused", "cannot travel"), f"{function.name}: {error!r}"
+
+    def check_servers(self, world):
+        """Checks the counters once all is done."""
+        for server in range(self.num_servers):
+            counted = self.counted(world, server)
+            if counted is not None:
+                self.check_counter(server, counted)
+
+    def counted(self, world, server):
+        """Returns the functions in the counter of a server; None if nobody has it now."""
+        process = world.processes[ps(server)]
+        if not process.is_alive or self.keys[server] not in process.store.counters:
+            return None
+        one, other = process.store.counters[self.keys[server]]
+        assert one == other
+        return one
+
+    def check_counter(self, server, counted):
+        twice = [number for number, times in Counter(counted).items() if times > 1]
+        assert not twice, f"ps {server} has {twice} more than once"
+        lost = self.lost.get(server, set())
+        missing = self.due(server) - set(counted) - lost
+        assert not missing, f"ps {server} lacks functions {sorted(missing)}"
+        strangers = [number for number in counted if self.functions[number].ends in ("reads", "refused")]
+        assert not strangers, f"ps {server} has {strangers}"
+
+    def due(self, server):
+        """Returns the functions that have finished and add to the counter of a server."""
+        finished = (self.functions[number] for number, error in self.settled.items() if error is None)
+        return {each.number for each in finished if each.ends == "adds" and server in each.servers}
+
+    def outcome(self, world):
+        if self.is_lost or self.is_closed_early:
+            return "lost" if self.is_lost else "closed"
+        failed = [error for error in self.settled.values() if error is not None]
+        return "finished" if not failed else "some failed"
+
+
+class PlainWorkers(Jobs):
+    """Servers that do not die, and workers that do."""
+
+    def draw(self):
+        if self.random.random() < 0.2:
+            self.max_staleness = self.random.choice([0, 1, 5])
+        if self.random.random() < 0.2:
+            self.wild = (*self.wild, "kills")

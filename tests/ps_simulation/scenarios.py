@@ -1,0 +1,23 @@
+"""The scenarios of parameter servers that `make fuzz-simulation` runs, by their names."""
+
+from ps_simulation.copied_jobs import BothLost, TwoCopies
+from ps_simulation.copies import Copies
+from ps_simulation.jobs import PlainWorkers
+from ps_simulation.resource_jobs import WithDatasets
+from ps_simulation.round_jobs import InRounds, InRoundsWithServers
+from ps_simulation.snapshot_jobs import Continued, Rewinds
+
+ALL = {
+    each.__name__: each
+    for each in (
+        Copies,
+        PlainWorkers,
+        WithDatasets,
+        InRounds,
+        InRoundsWithServers,
+        Continued,
+        Rewinds,
+        TwoCopies,
+        BothLost,
+    )
+}

@@ -1,0 +1,63 @@
+"""A job does each function once, whatever fails, in any order of events: seeds of the simulated world."""
+
+import pytest
+
+from ps_simulation.container_lengths import lengths_of
+from ps_simulation.copied_jobs import BothLost, TwoCopies
+from ps_simulation.jobs import Jobs, PlainWorkers
+from ps_simulation.resource_jobs import WithDatasets
+from ps_simulation.round_jobs import InRounds, InRoundsWithServers
+from ps_simulation.snapshot_jobs import Continued, Rewinds
+from simulation import runs
+
+
+@pytest.mark.parametrize(
+    ("scenario", "num_seeds"),
+    [
+        (PlainWorkers, 80),
+        (WithDatasets, 40),
+        (InRounds, 40),
+        (InRoundsWithServers, 20),
+        (Continued, 40),
+        (Rewinds, 40),
+        (TwoCopies, 40),
+        (BothLost, 20),
+    ],
+)
+def test_each_function_takes_effect_once_whatever_fails(scenario, num_seeds):
+    failed, outcomes = runs.first_failure(scenario, range(num_seeds))
+    assert failed is None, runs.report(scenario, failed)
+    assert outcomes["finished"] > num_seeds / 4
+
+
+def test_run_repeats_from_its_seed():
+    one, other = (runs.run(TwoCopies, 1, is_traced=True) for _ in range(2))
+    assert len(one.trace) > 1000
+    assert one.trace == other.trace
+
+
+class Many(Jobs):
+    """Any number of functions, and no faults."""
+
+    num_wanted = 0
+
+    def __init__(self, seed):
+        super().__init__(seed)
+        self.planned = [self.drawn() for _ in range(self.num_wanted)]
+        self.function_times = (0.001,)
+
+    def faults(self):
+        return []
+
+
+def lengths_after(num_functions):
+    scenario = type("Many", (Many,), {"num_wanted": num_functions, "wild": Many.mild})
+    done = runs.run(scenario, 3)
+    assert done.error is None, done.error
+    return lengths_of(done.world.processes["coordinator"].job)
+
+
+def test_job_keeps_no_more_after_ten_times_as_many_functions():
+    few, many = lengths_after(200), lengths_after(2000)
+    assert sum(few.values()) > 100
+    assert {where: number for where, number in many.items() if number > few[where] + 2} == {}

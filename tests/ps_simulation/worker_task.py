@@ -1,0 +1,188 @@
+"""``WorkerTask``: a simulated worker. It runs functions in the order of their arrival, and pushes to the servers."""
+
+from ps_simulation.asking_servers import AskingServers
+from ps_simulation.task_process import TaskProcess
+from ps_simulation.turns import Turns
+from replicax._ps.store.group_rules import View
+from replicax._ps.task.lease import Lease
+from replicax._src.vocabulary.errors import (
+    ClosureAbortedError,
+    NotFiniteError,
+    UnavailableError,
+    UnknownProgramError,
+)
+
+SILENCE_S = 60.0
+TICK_S = 1.0
+FUNCTIONS = "functions"
+
+
+def worker(index):
+    return f"worker {index}"
+
+
+class WorkerTask(TaskProcess):
+    """One process of a worker, as ``TaskService``, ``WorkerHost``, ``Worker`` and ``Runner`` have it.
+
+    Args:
+      scenario: Says how long functions take and what they do; see ``Jobs``.
+      index: The number of the worker.
+    """
+
+    def __init__(self, scenario, world, index):
+        super().__init__(world, worker(index))
+        self.scenario, self.index = scenario, index
+        self.instance = scenario.names.next(f"{self.name} process")
+        self.lease = Lease(self.name, SILENCE_S, world.now)
+        self.turns = Turns()
+        self._forget()
+
+    def _forget(self):
+        self.servers = None
+        self.programs, self.resources = set(), {}
+        self.epoch, self.values = None, {}
+
+    def start(self):
+        self.after(TICK_S, self._watch)
+
+    def _watch(self):
+        if self.lease.is_silent(self.world.now):
+            self.lease.give_up(self.world.now)
+            self._drop()
+        self.after(TICK_S, self._watch)
+
+    def _drop(self):
+        if self.servers is not None:
+            self.servers.close()
+        self._forget()
+
+    # --- requests -----------------------------------------------------------------------------------
+
+    def answer(self, request, connection):
+        asked = request.get("ask")
+        if asked is not None:
+            return getattr(self, f"_ask_{asked}")(request)
+        kind, instance = connection.label
+        assert (kind, instance) == (FUNCTIONS, self.instance), (
+            f"{self.name} is {self.instance}, and is sent {request['op']} for {instance}"
+        )
+        self.lease.check(request["incarnation"])
+        return self._in_turn(request)
+
+    def _ask_hello(self, request):
+        incarnation = request["incarnation"]
+        if self.lease.hello(incarnation, self.world.now, again=bool(request.get("again"))):
+            self._drop()
+            self.servers = AskingServers(
+                self, len(request["ps"]), incarnation, returns=self.scenario.servers_return
+            )
+        return {"instance": self.instance, "num_devices": 1, "platform": "cpu"}
+
+    def _ask_heartbeat(self, request):
+        self.lease.heartbeat(request["incarnation"], self.world.now)
+        return {"instance": self.instance, "statistics": {}}
+
+    def _ask_primaries(self, request):
+        self.lease.check(request["incarnation"])
+        if self.servers is not None:
+            self.servers.use_primaries(map(View.of, request["views"]))
+        return {}
+
+    def _ask_leave(self, request):
+        if self.lease.leave(request["incarnation"], self.world.now):
+            self._drop()
+        return {}
+
+    # --- what it is sent ----------------------------------------------------------------------------
+
+    def _in_turn(self, request):
+        yield self.turns.begin()
+        try:
+            self.lease.check(request["incarnation"])  # the session may have ended meanwhile
+            answer = getattr(self, f"_{request['op']}")(request)
+            return (yield from answer)
+        finally:
+            self.turns.end()
+
+    def _program(self, request):
+        yield 0.0
+        self.programs.add(request["name"])
+        return {}
+
+    def _constant(self, request):
+        return (yield from self._program(request))
+
+    def _resource(self, request):
+        yield self.scenario.resource_s(request["name"])
+        if self.scenario.resource_fails(request["name"], self.index):
+            raise NotFiniteError(f"{request['name']} cannot be made on {self.name}.")
+        self.resources[request["name"]] = 0
+        return {"spec": f"spec of {request['name']}"}
+
+    def _release(self, request):
+        yield 0.0
+        for name in request["names"]:
+            self.resources.pop(name, None)
+        return {}
+
+    def _closure(self, request):
+        function = request["function"]
+        for name in function.programs:
+            if name not in self.programs:
+                raise UnknownProgramError(f"This task does not have the program {name}: send it.", name)
+        for name in function.resources:
+            if name not in self.resources:
+                raise ClosureAbortedError(f"This worker does not have the resource {name}.")
+        if function.signature and f"program of {function.signature}" not in function.programs:
+            return {"need": function.signature, "end": None}
+        self.scenario.note_run(self, request)
+        try:
+            yield from self._pull(request)
+            yield self.scenario.function_s(function)
+            if function.ends == "kills":
+                self.scenario.note_killed(self)
+                self.end(-11)
+                yield 1.0  # nothing follows
+            if function.ends == "raises":
+                raise NotFiniteError(f"function {function.number} raises")
+            if function.ends != "reads":
+                yield from self._push(request)
+        except UnavailableError:
+            self.epoch = None
+            raise
+        self.scenario.note_ran(self, request)
+        return {"number": function.number}
+
+    def _pull(self, request):
+        if self.epoch != request["epoch"] or request["round"] is not None:
+            steps = {
+                number: {"op": "step", "closure": None, "pull": [key]}
+                for number, key in enumerate(self.scenario.keys)
+            }
+            self._take((yield from self.servers.ask(steps)))
+            self.epoch = request["epoch"]
+        self.scenario.note_values(self, request, self.values)
+
+    def _push(self, request):
+        function, number = request["function"], request["round"]
+        steps = {}
+        for server in function.servers:
+            key = self.scenario.keys[server]
+            steps[server] = {
+                "op": "step",
+                "closure": request["closure"],
+                "low": request["low"],
+                "pull": [] if number is not None else [key],
+            }
+            if number is None:
+                steps[server] |= {"program": self.scenario.program, "keys": [key]}
+            else:
+                gradients = {"round": number, "program": self.scenario.program, "keys": [key]}
+                steps[server] |= {"gradients": gradients}
+        self._take((yield from self.servers.ask(steps)))
+
+    def _take(self, answers):
+        for number, answer in answers.items():
+            for key, (one, other) in answer["values"].items():
+                assert one == other, f"{self.name} sees half an update of ps {number}"
+                self.values[key] = one
