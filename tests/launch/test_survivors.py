@@ -2,6 +2,7 @@
 started again.
 """
 
+import http.client
 import json
 import os
 import re
@@ -63,11 +64,11 @@ def until(get, what, limit_s=LIMIT_S):
 
 
 def status_of(address):
-    """The status; nothing if nobody serves it now."""
+    """The status; nothing if nobody serves it now, or who serves it dies in the middle of its answer."""
     try:
         with urllib.request.urlopen(f"http://{address}/status.json", timeout=5) as answer:
             return json.loads(answer.read())
-    except OSError:
+    except (OSError, http.client.HTTPException):
         return {}
 
 
