@@ -1,4 +1,4 @@
-"""``ServerRecovery``: a parameter server that restarts with a snapshot of this session goes on, as old as the snapshot."""
+"""``ServerRecovery``: a parameter server that restarts with a snapshot of this session resumes, as old as it is."""
 
 from __future__ import annotations
 
