@@ -77,6 +77,7 @@ class ServerRecovery:
             max(state.num_updates - restored["updates"], 0),
             snapshot_contents(names, restored, job.next_number),
         )
+        state.num_updates = restored["updates"]  # it may be lost again before a heartbeat counts them
         watch.accept(instance)
 
 
