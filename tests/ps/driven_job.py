@@ -171,6 +171,8 @@ class DrivenJob:
 
     def connect(self, worker: str = "worker 0", instance: str = "a") -> int:
         """Connects a worker that the job tries to reach. Returns the number of the connection."""
+        if self.has_asked(worker, "heartbeat"):  # of an older connection
+            del self.pending[self.asked(worker, "heartbeat").request]
         self.answer(self.asked(worker, "hello"), {"instance": instance, "num_devices": 1})
         self.answer(self.performed("meet_worker"))
         if self.has_asked(worker, "primaries"):

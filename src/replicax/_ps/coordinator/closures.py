@@ -425,6 +425,11 @@ class ClosureQueue:
         error, self._error = self._error, None
         return error
 
+    def keep(self, error: BaseException) -> None:
+        """Takes back a failure that ``collect`` has returned, because nobody has seen it."""
+        if not self.has_error:
+            self._error = error
+
     # --- the rules -------------------------------------------------------------------------------------
 
     def _leaves(self, worker: Worker, closure: Closure, num_ended: int = 0) -> bool:

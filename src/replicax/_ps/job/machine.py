@@ -115,6 +115,12 @@ class Job:
         }
 
     @property
+    def has_room(self) -> bool:
+        """True if a function may be scheduled now, so that a wait for room would end at once. Any thread may ask."""
+        queue = self._state.queue
+        return self.bug is None and not (queue.is_full or queue.has_error or queue.is_closed)
+
+    @property
     def num_waiting_gradients(self) -> int:
         """The number of gradients that wait for others of their round."""
         rounds = self._state.queue.rounds

@@ -156,6 +156,8 @@ class Procedures:
 
         Returns True if there was one.
         """
+        if not self._conditions and (not self._pauses or self._pauses[0][0] > now):
+            return False  # nearly always
         has_resumed = False
         while (running := self._due(now)) is not None:
             generator, has_resumed = running.generator, True

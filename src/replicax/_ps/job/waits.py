@@ -23,12 +23,16 @@ class Waits:
     def __init__(self, state: JobState, resources: ResourceRules):
         self._state, self._queue, self._resources = state, state.queue, resources
         self._waits: dict[int, WaitBegan] = {}
+        self._raised: tuple[int, BaseException] | None = None  # the last failure, and the wait that it ended
 
     def began(self, event: WaitBegan) -> None:
         self._waits[event.wait] = event
 
     def given_up(self, wait: int) -> None:
-        self._waits.pop(wait, None)
+        """Ends a wait whose caller is gone, perhaps without the failure that it was to raise."""
+        if self._waits.pop(wait, None) is None and self._raised is not None and self._raised[0] == wait:
+            self._queue.keep(self._raised[1])
+            self._raised = None
 
     def look(self) -> None:
         """Ends the waits that are over, after each event."""
@@ -55,7 +59,7 @@ class Waits:
             case "ended":
                 return EndWait(wait.wait) if queue.is_closed else None
             case _ if queue.has_error:
-                return EndWait(wait.wait, queue.collect()) if queue.is_idle else None
+                return self._end_with_failure(wait.wait) if queue.is_idle else None
             case "idle":
                 return EndWait(wait.wait) if queue.is_idle else None
             case "failure":
@@ -64,3 +68,10 @@ class Waits:
                 return EndWait(wait.wait, ContextError("This ClusterCoordinator is closed. Make a new one."))
             case "room":
                 return None if queue.is_full else EndWait(wait.wait)
+
+    def _end_with_failure(self, wait: int) -> EndWait:
+        is_kept = not self._queue.is_broken  # a breakage ends every wait until it is mended
+        error = self._queue.collect()
+        if error is not None and is_kept:
+            self._raised = wait, error
+        return EndWait(wait, error)

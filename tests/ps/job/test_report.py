@@ -1,0 +1,69 @@
+"""A rule that raises is a bug: the job ends with a report of the last events, and callers are not left waiting."""
+
+import logging
+
+import pytest
+
+from driven_job import connected
+from replicax._ps.job.actions_out import CloseWorker, EndWait, Log, Settle
+from replicax._ps.job.events_in import Closed, FunctionNeeds, Scheduled, TimePassed, WaitBegan, WorkerAnswered
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """A job with a function in flight, a queued one and a join, whose next event raises."""
+    driven = connected()
+    driven.schedule()
+    driven.schedule("the user's name")
+    driven.wait("idle")
+
+    def raises(*args, **kwargs):
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(type(driven.job._functions), "answered", raises)
+    number = driven.connections["worker 0"]
+    driven.actions = driven.job.receive(WorkerAnswered("worker 0", number, [{"loss": "secret"}]), 1.0)
+    return driven
+
+
+def test_a_bug_ends_functions_waits_and_connections_and_is_logged(broken):
+    bug = broken.job.bug
+    assert isinstance(bug, KeyError)
+    assert [(each.number, each.error) for each in broken.of(Settle)] == [(0, bug), (1, bug)]
+    assert [each.error for each in broken.of(EndWait)] == [bug]
+    assert len(broken.of(CloseWorker)) == 1
+    [line] = broken.of(Log)
+    assert line.level == logging.ERROR
+    assert line.error is bug
+    assert broken.job.wake_at is None
+
+
+def test_the_report_has_the_last_events_with_names_and_numbers_but_no_data(broken):
+    [note] = broken.job.bug.__notes__
+    lines = note.splitlines()
+    assert lines[-1] == "1.000000 WorkerAnswered('worker 0', 1, None)"
+    assert "0.000000 Scheduled(1, None)" in lines
+    assert "0.000000 WaitBegan(1, 'idle', '')" in lines
+    assert "secret" not in note
+    assert "the user's name" not in note
+
+
+def test_the_report_has_at_most_200_events():
+    driven = connected()
+    for _ in range(300):
+        driven.do(TimePassed())
+    driven.schedule()
+    lines = driven.job._record.text().splitlines()
+    assert len(lines) == 200
+    assert lines[-1].endswith("Scheduled(0, None)")
+
+
+def test_after_a_bug_callers_get_its_error(broken):
+    job, bug = broken.job, broken.job.bug
+    [settled] = job.receive(Scheduled(2, "f", "f", FunctionNeeds()), 2.0)
+    assert settled.error is bug
+    [end] = job.receive(WaitBegan(7, "idle"), 2.0)
+    assert end.error is bug
+    assert job.receive(Closed(), 2.0) == []
+    [end] = job.receive(WaitBegan(8, "ended"), 2.0)
+    assert end.error is None

@@ -1,0 +1,83 @@
+"""Datasets and values that each worker makes: sent, made, lost, dropped."""
+
+from driven_job import DrivenJob, connected
+from replicax._ps.job.actions_out import SendToWorker
+from replicax._ps.job.events_in import FunctionNeeds, ResourceAdded, ResourceDropped
+from replicax._src.vocabulary.errors import ClosureInputError
+
+
+def added(driven, name="dataset 0"):
+    driven.do(ResourceAdded(name, "dataset", "read"))
+
+
+def test_each_worker_makes_each_resource_once_on_a_connection():
+    driven = DrivenJob(2)
+    added(driven)
+    driven.connect("worker 0")
+    added(driven, "dataset 1")
+    driven.connect("worker 1")
+    both = [("resource", "dataset 0"), ("resource", "dataset 1")]
+    assert driven.sent("worker 0") == driven.sent("worker 1") == both
+    driven.works({}, {}, worker="worker 0")
+    driven.schedule(needs=FunctionNeeds(resources=("dataset 0",)))
+    assert driven.sent("worker 0") == [("closure", 0)]
+    driven.breaks("worker 0")
+    driven.connect("worker 0", "b")
+    assert driven.sent("worker 0") == both
+
+
+def test_a_dropped_resource_is_released_and_made_no_more():
+    driven = connected()
+    added(driven)
+    added(driven, "dataset 1")
+    driven.works({}, {})
+    driven.do(ResourceDropped("dataset 0"))
+    assert driven.sent() == [("release", ("dataset 0",))]
+    driven.works({})
+    driven.do(ResourceDropped("dataset 0"))
+    assert driven.of(SendToWorker) == []
+    driven.breaks()
+    driven.connect(instance="b")
+    assert driven.sent() == [("resource", "dataset 1")]
+
+
+def test_a_worker_that_comes_back_may_succeed():
+    driven = connected()
+    added(driven)
+    driven.works(OSError("no such file"))
+    needs = FunctionNeeds(resources=("dataset 0",))
+    number = driven.schedule(needs=needs)
+    assert isinstance(driven.settled[number].error, ClosureInputError)
+    driven.wait("failure")
+    driven.breaks()
+    driven.connect(instance="b")
+    driven.works({"spec": 1})
+    number = driven.schedule(needs=needs)
+    driven.works({})
+    assert driven.settled[number].error is None
+
+
+def test_a_resource_that_kills_three_workers_is_made_no_more():
+    driven = connected()
+    added(driven)
+    number = driven.schedule(needs=FunctionNeeds(resources=("dataset 0",)))
+    wait = driven.wait("resource", "dataset 0")
+    for life in range(3):
+        assert driven.sent() == [("resource", "dataset 0"), ("closure", number)]
+        assert wait not in driven.ended
+        driven.breaks()
+        driven.connect(instance=str(life))
+    assert "'read' of dataset 'dataset 0' probably kills workers: 3 of them" in str(driven.ended[wait].error)
+    assert driven.settled[number].error is driven.ended[wait].error
+    assert driven.sent() == []
+    assert driven.job.statistics()["closures"]["retried"] == 3  # it was the resource, and not the function
+
+
+def test_an_answer_for_a_dropped_resource_is_ignored():
+    driven = connected()
+    added(driven)
+    driven.do(ResourceDropped("dataset 0"))
+    driven.works(OSError("no such file"), {})
+    driven.schedule()
+    driven.works({})
+    assert driven.ended[driven.wait("idle")].error is None
