@@ -137,6 +137,18 @@ def test_server_continues_with_its_snapshot():
     assert job.servers.statistics()["ps"]["ps 0"]["restarts"] == 1
 
 
+def test_updates_that_are_lost_once_are_not_counted_again():
+    job = ScriptedJob()
+    job.ps[0].num_updates = 8
+    job.run(1.5)
+    for _ in range(2):
+        job.ps[0].num_updates = 3
+        job.ps[0].restarts(kept())
+        assert job.run_until(lambda: job.servers.instances[0] == job.ps[0].instance, 3.0)
+    assert "about 5 updates" in job.lines[0]
+    assert "about 0 updates" in job.lines[1]
+
+
 @pytest.mark.parametrize(
     ("restored", "missing", "says"),
     [

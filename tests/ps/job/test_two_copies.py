@@ -388,3 +388,16 @@ def test_group_that_is_lost_again_while_it_resumes_does_not_go_on():
         job.ps[index].restarts(**snapshot((1, 40), 0, 1))
     assert job.run_until(lambda: job.may_run, 20.0)
     assert job.log_text.count("resume from the newest snapshot") == 2
+
+
+def test_updates_of_a_group_that_are_lost_once_are_not_counted_again():
+    job = copied()
+    for _ in range(2):
+        job.ps[0].is_down = job.ps[1].is_down = True
+        assert job.run_until(lambda: job.groups.lost == [0, 1], 10.0)
+        for index in (0, 1):
+            job.ps[index].restarts(**snapshot((1, 40), 0, 1))
+        before = len(job.lines)
+        assert job.run_until(lambda: job.may_run, 20.0)
+    assert "about 20 acknowledged updates" in job.log_text
+    assert "about 0 acknowledged updates" in "\n".join(job.lines[before:])

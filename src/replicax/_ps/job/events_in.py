@@ -78,8 +78,8 @@ class WaitBegan:
 @final
 @dataclass(frozen=True, eq=False, slots=True)
 class WaitGivenUp:
-    """A caller waits no longer: its time is over, or Ctrl-C. If ``EndWait`` has ended the wait meanwhile, the caller has
-    not seen that: a failure that came with it is kept for the next wait.
+    """A caller waits no longer: its time is over, or Ctrl-C. If ``EndWait`` has ended the wait meanwhile, the caller
+    has not seen that: a failure that came with it is kept for the next wait.
     """
 
     wait: int

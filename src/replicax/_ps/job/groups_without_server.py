@@ -155,6 +155,7 @@ class GroupsWithoutServer:
             max(self._num_updates.get(group, 0) - num_updates, 0),
             snapshot_contents(names, snapshot, self._job.next_number) if snapshot else "",
         )
+        self._num_updates[group] = num_updates  # it may be lost again before a heartbeat counts them
         self.end_waiting()
 
     def _snapshot_of(self, view: View) -> Mapping[str, Any]:

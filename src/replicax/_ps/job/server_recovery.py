@@ -1,4 +1,4 @@
-"""``ServerRecovery``: a parameter server that restarts with a snapshot of this session goes on, as old as the snapshot."""
+"""``ServerRecovery``: a parameter server that restarts with a snapshot of this session resumes, as old as it is."""
 
 from __future__ import annotations
 
@@ -77,6 +77,7 @@ class ServerRecovery:
             max(state.num_updates - restored["updates"], 0),
             snapshot_contents(names, restored, job.next_number),
         )
+        state.num_updates = restored["updates"]  # it may be lost again before a heartbeat counts them
         watch.accept(instance)
 
 

@@ -272,5 +272,5 @@ class SnapshotsTogether:
 
 
 def _is_another(watch: ServerWatch, began: float, now: float) -> bool:
-    """True if another process has answered heartbeats since a request began, and for long enough to answer that, too."""
+    """True if another process has answered since a request began, and long enough ago to have answered that, too."""
     return watch.state.changed_at > began and now - watch.state.changed_at > STATUS_S
