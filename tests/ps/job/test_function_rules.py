@@ -418,3 +418,16 @@ def test_a_function_of_an_unknown_dataset_fails_and_the_worker_gets_the_next_one
     driven.wait("failure")
     driven.schedule()
     assert driven.sent() == [("closure", number + 1)]
+
+
+def test_a_program_that_was_refused_once_and_taken_later_is_sent_again_when_it_is_forgotten():
+    driven = connected()
+    driven.schedule(needs=PROGRAM)
+    driven.works({}, MessageError("too large"), UnknownProgramError("p", "p"))
+    driven.wait("failure")
+    number = driven.schedule(needs=PROGRAM)
+    assert driven.sent() == [("program", "p"), ("closure", number)]
+    driven.works({}, UnknownProgramError("p", "p"))
+    assert driven.sent() == [("program", "p"), ("closure", number)]
+    driven.works({}, {})
+    assert driven.settled[number].error is None
