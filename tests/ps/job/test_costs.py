@@ -83,3 +83,26 @@ def test_a_function_that_is_done_leaves_nothing_behind():
     load.run(3000)
     gc.collect()
     assert len(gc.get_objects()) - before < 100
+
+
+def test_a_function_costs_the_same_while_many_workers_wait_for_the_slowest_one():
+    costs = []
+    for num_workers in (10, 300):
+        load = Load(num_workers, max_staleness=0)
+        for _ in range(num_workers - 1):
+            load.sent.rotate(1)
+            worker, connection, _ = load.sent.popleft()
+            load._do(WorkerAnswered(worker, connection, [{}]))
+        load._schedule()  # no worker may take it
+        costs.append(num_calls(_Scheduling(load), 100))
+        assert load.job.statistics()["closures"]["queued"] == 101
+    assert costs[1] < 1.15 * costs[0]
+
+
+class _Scheduling:
+    def __init__(self, load):
+        self.load = load
+
+    def run(self, num):
+        for _ in range(num):
+            self.load._schedule()

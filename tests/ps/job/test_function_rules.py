@@ -418,3 +418,37 @@ def test_a_function_of_an_unknown_dataset_fails_and_the_worker_gets_the_next_one
     driven.wait("failure")
     driven.schedule()
     assert driven.sent() == [("closure", number + 1)]
+
+
+def test_a_program_that_was_refused_once_and_taken_later_is_sent_again_when_it_is_forgotten():
+    driven = connected()
+    driven.schedule(needs=PROGRAM)
+    driven.works({}, MessageError("too large"), UnknownProgramError("p", "p"))
+    driven.wait("failure")
+    number = driven.schedule(needs=PROGRAM)
+    assert driven.sent() == [("program", "p"), ("closure", number)]
+    driven.works({}, UnknownProgramError("p", "p"))
+    assert driven.sent() == [("program", "p"), ("closure", number)]
+    driven.works({}, {})
+    assert driven.settled[number].error is None
+
+
+def test_a_worker_that_is_too_far_ahead_waits_for_the_slowest_one():
+    driven = connected(2, max_staleness=0)
+    driven.schedule()
+    driven.schedule()
+    driven.works({}, worker="worker 0")
+    waiting = [driven.schedule() for _ in range(2)]
+    assert driven.sent("worker 0") == []
+    driven.works({}, worker="worker 1")
+    assert numbers_of(driven.sent("worker 0") + driven.sent("worker 1")) == waiting[::-1]
+
+
+def test_a_worker_that_is_too_far_ahead_goes_on_when_the_slowest_one_is_lost():
+    driven = connected(2, max_staleness=0)
+    driven.schedule()
+    second = driven.schedule()
+    driven.works({}, worker="worker 0")
+    driven.schedule()
+    driven.breaks("worker 1")
+    assert driven.sent("worker 0") == [("closure", second)]

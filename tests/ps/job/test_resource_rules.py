@@ -81,3 +81,18 @@ def test_an_answer_for_a_dropped_resource_is_ignored():
     driven.schedule()
     driven.works({})
     assert driven.ended[driven.wait("idle")].error is None
+
+
+def test_the_error_of_a_lost_worker_decides_nothing():
+    driven = connected(2)
+    added(driven)
+    driven.works(OSError("no such file"), worker="worker 0")
+    driven.breaks("worker 0")
+    wait = driven.wait("resource", "dataset 0")
+    assert wait not in driven.ended  # worker 1 may make it
+    driven.breaks("worker 1")
+    driven.connect("worker 0", "b")
+    assert wait not in driven.ended
+    number = driven.schedule(needs=FunctionNeeds(resources=("dataset 0",)))
+    assert number not in driven.settled
+    assert driven.sent("worker 0") == [("resource", "dataset 0"), ("closure", number)]

@@ -77,11 +77,11 @@ def test_a_round_is_not_tried_again_after_the_job_broke():
     assert driven.performed("apply_round").arguments == (1, 1, (3, 4))
 
 
-def test_an_error_of_a_round_that_comes_after_the_break_is_not_kept():
+def test_an_error_of_a_round_that_comes_after_a_break_is_not_kept():
     driven = with_round()
     driven.servers.hooks.broke(UnavailableError("lost", "ps 0"), "ps 0")
-    driven.fail(driven.performed("apply_round"), RemoteError("no memory", "MemoryError", "ps 0"))
     driven.servers.hooks.mended("ps 0")
+    driven.fail(driven.performed("apply_round"), RemoteError("no memory", "MemoryError", "ps 0"))
     assert driven.ended[driven.wait("idle")].error is None
 
 
