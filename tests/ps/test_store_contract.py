@@ -13,8 +13,8 @@ import pytest
 
 from exported import update_program
 from group_network import GROUP, ME, Network
+from replicax._ps.store.acceptance_rules import Closure, StoreRules, absent
 from replicax._ps.store.keeper_rules import KeeperRules, Progress
-from replicax._ps.store.request_rules import Closure, StoreRules, absent
 from replicax._ps.store.snapshot_keeper import SnapshotKeeper
 from replicax._ps.store.snapshot_plan import RecordedShard, ShardSize, write_plan
 from replicax._ps.store.snapshot_rules import continued, is_of_epoch, next_number, removable, restore_order

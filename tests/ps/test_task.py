@@ -19,7 +19,7 @@ import replicax as rx
 from checks import catches, in_a_process_of_its_own, message
 from replicax._ps.store.group_rules import View
 from replicax._ps.task.service import TaskService
-from replicax._ps.task.task_session import TaskSession
+from replicax._ps.task.session_rules import TaskSession
 from replicax._ps.task.work import host_of
 from replicax._ps.transport.messages import Message
 from replicax._ps.transport.transport import TaskClient

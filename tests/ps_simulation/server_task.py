@@ -1,4 +1,4 @@
-"""``ServerTask``: a simulated parameter server. Its store is ``IntegerStore``; its lease, groups and log are the real ones."""
+"""``ServerTask``: a simulated parameter server. Its store is ``IntegerStore``; its session, groups and log are the real ones."""
 
 import math
 
@@ -10,7 +10,7 @@ from ps_simulation.task_process import TaskProcess
 from ps_simulation.turns import Turns
 from replicax._ps.store.group_rules import View
 from replicax._ps.store.keeper_rules import Progress
-from replicax._ps.task.lease import Lease
+from replicax._ps.task.session_rules import TaskSession
 from replicax._src.vocabulary.errors import (
     InvalidArgumentError,
     StaleCoordinatorError,
@@ -38,7 +38,7 @@ class ServerTask(TaskProcess):
     def __init__(self, scenario, world, index, disk=None, interval_s=math.inf):
         super().__init__(world, ps(index))
         self.scenario, self.index, self.disk, self.interval_s = scenario, index, disk, interval_s
-        self.lease = Lease(self.name, SILENCE_S, world.now)
+        self.session = TaskSession(self.name, SILENCE_S, world.now)
         self.store = self.new_store()
         self.groups = {}
         self.owner = None  # whose groups these are
@@ -63,9 +63,9 @@ class ServerTask(TaskProcess):
         return self._turns.setdefault(group, Turns())
 
     def _watch(self):
-        if self.lease.is_silent(self.world.now):
-            self.world.trace(f"    {self.name} ends the session of {self.lease.incarnation}, which is silent")
-            self.lease.give_up(self.world.now)
+        incarnation = self.session.incarnation
+        if self.session.time_passed(self.world.now):
+            self.world.trace(f"    {self.name} ends the session of {incarnation}, which is silent")
             self._drop()
         self.after(TICK_S, self._watch)
 
@@ -75,7 +75,7 @@ class ServerTask(TaskProcess):
         asked = request.get("ask")
         if asked is not None:
             return getattr(self, f"_ask_{asked}")(request)
-        self.lease.check(request["incarnation"])
+        self.session.check(request["incarnation"])
         if "group" not in request:
             return self.store.answer(request)
         group = self.groups.get(request["group"])
@@ -90,20 +90,20 @@ class ServerTask(TaskProcess):
         return self._described()
 
     def _ask_heartbeat(self, request):
-        self.lease.heartbeat(request["incarnation"], self.world.now)
+        self.session.heartbeat(request["incarnation"], self.world.now)
         return {"instance": self.store.instance, "statistics": self.statistics()}
 
     def _ask_status(self, request):
-        told = {"incarnation": self.lease.incarnation, "statistics": self.statistics()}
+        told = {"incarnation": self.session.incarnation, "statistics": self.statistics()}
         return {**self._described(), **told}
 
     def _ask_leave(self, request):
-        if self.lease.leave(request["incarnation"], self.world.now):
+        if self.session.leave(request["incarnation"], self.world.now):
             self._drop()
         return {}
 
     def _ask_group(self, request):
-        self.lease.check(request["incarnation"])
+        self.session.check(request["incarnation"])
         if request["incarnation"] != self.owner:
             raise StaleCoordinatorError(f"The session of coordinator {request['incarnation']} has ended.")
         view = View.of(request["view"])
@@ -114,7 +114,7 @@ class ServerTask(TaskProcess):
         return {"groups": self._groups_described()}
 
     def _ask_snapshot(self, request):
-        self.lease.check(request["incarnation"])
+        self.session.check(request["incarnation"])
         if self.writing is None:
             raise InvalidArgumentError(f"{self.name} was asked 'snapshot', but it writes none.")
         return self._take_snapshot(request["epoch"])
@@ -124,7 +124,7 @@ class ServerTask(TaskProcess):
         return {"epoch": epoch}
 
     def _ask_restore(self, request):
-        self.lease.check(request["incarnation"])
+        self.session.check(request["incarnation"])
         return self._go_back(request["epoch"])
 
     def _go_back(self, epoch):
@@ -134,7 +134,7 @@ class ServerTask(TaskProcess):
     # --- sessions -----------------------------------------------------------------------------------
 
     def _begin(self, incarnation, *, again=False):
-        if not self.lease.hello(incarnation, self.world.now, again=again):
+        if not self.session.hello(incarnation, self.world.now, again=again):
             return
         self._drop(keeps=incarnation)
         if self.writing is not None:

@@ -4,7 +4,7 @@ from ps_simulation.asking_servers import AskingServers
 from ps_simulation.task_process import TaskProcess
 from ps_simulation.turns import Turns
 from replicax._ps.store.group_rules import View
-from replicax._ps.task.lease import Lease
+from replicax._ps.task.session_rules import TaskSession
 from replicax._src.vocabulary.errors import (
     ClosureAbortedError,
     NotFiniteError,
@@ -33,7 +33,7 @@ class WorkerTask(TaskProcess):
         super().__init__(world, worker(index))
         self.scenario, self.index = scenario, index
         self.instance = scenario.names.next(f"{self.name} process")
-        self.lease = Lease(self.name, SILENCE_S, world.now)
+        self.session = TaskSession(self.name, SILENCE_S, world.now)
         self.turns = Turns()
         self._forget()
 
@@ -46,8 +46,7 @@ class WorkerTask(TaskProcess):
         self.after(TICK_S, self._watch)
 
     def _watch(self):
-        if self.lease.is_silent(self.world.now):
-            self.lease.give_up(self.world.now)
+        if self.session.time_passed(self.world.now):
             self._drop()
         self.after(TICK_S, self._watch)
 
@@ -66,12 +65,12 @@ class WorkerTask(TaskProcess):
         assert (kind, instance) == (FUNCTIONS, self.instance), (
             f"{self.name} is {self.instance}, and is sent {request['op']} for {instance}"
         )
-        self.lease.check(request["incarnation"])
+        self.session.check(request["incarnation"])
         return self._in_turn(request)
 
     def _ask_hello(self, request):
         incarnation = request["incarnation"]
-        if self.lease.hello(incarnation, self.world.now, again=bool(request.get("again"))):
+        if self.session.hello(incarnation, self.world.now, again=bool(request.get("again"))):
             self._drop()
             self.servers = AskingServers(
                 self, len(request["ps"]), incarnation, returns=self.scenario.servers_return
@@ -79,17 +78,17 @@ class WorkerTask(TaskProcess):
         return {"instance": self.instance, "num_devices": 1, "platform": "cpu"}
 
     def _ask_heartbeat(self, request):
-        self.lease.heartbeat(request["incarnation"], self.world.now)
+        self.session.heartbeat(request["incarnation"], self.world.now)
         return {"instance": self.instance, "statistics": {}}
 
     def _ask_primaries(self, request):
-        self.lease.check(request["incarnation"])
+        self.session.check(request["incarnation"])
         if self.servers is not None:
             self.servers.use_primaries(map(View.of, request["views"]))
         return {}
 
     def _ask_leave(self, request):
-        if self.lease.leave(request["incarnation"], self.world.now):
+        if self.session.leave(request["incarnation"], self.world.now):
             self._drop()
         return {}
 
@@ -98,7 +97,7 @@ class WorkerTask(TaskProcess):
     def _in_turn(self, request):
         yield self.turns.begin()
         try:
-            self.lease.check(request["incarnation"])  # the session may have ended meanwhile
+            self.session.check(request["incarnation"])  # the session may have ended meanwhile
             answer = getattr(self, f"_{request['op']}")(request)
             return (yield from answer)
         finally:

@@ -17,7 +17,7 @@ from replicax._ps.coordinator.ps_replication import Replication
 from replicax._ps.coordinator.ps_watch import PsWatch
 from replicax._ps.coordinator.scheduled_work import Work
 from replicax._ps.task.service import TaskService
-from replicax._ps.task.task_session import TaskSession
+from replicax._ps.task.session_rules import TaskSession
 from replicax._ps.task.work import PsHost
 from replicax._src.cluster.credentials import Credentials
 from replicax._src.cluster.spec import Task

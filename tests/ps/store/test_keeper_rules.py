@@ -14,7 +14,7 @@ from replicax._ps.store.keeper_rules import KeeperRules, Progress
 from replicax._ps.store.snapshot_keeper import SnapshotKeeper
 from replicax._ps.store.store import Store
 from replicax._ps.task.service import TaskService
-from replicax._ps.task.task_session import TaskSession
+from replicax._ps.task.session_rules import TaskSession
 from replicax._ps.task.work import PsHost
 from replicax._src.cluster.spec import Task
 from replicax._src.program_kit.cluster_tasks import Credentials

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax._ps.programs.programs import UpdateProgram
+from replicax._ps.store.acceptance_rules import Closure, Version
 from replicax._ps.store.held_values import Spec
-from replicax._ps.store.request_rules import Closure, Version
 from replicax._src.program_kit.errors import InvalidArgumentError, MessageError
 
 KnownVersions = Sequence[tuple[str, Version | None]]

@@ -13,10 +13,10 @@ import jax
 import numpy as np
 
 from replicax._ps.programs.programs import UpdateProgram
+from replicax._ps.store.acceptance_rules import StoreRules, absent
 from replicax._ps.store.held_gradients import HeldGradients
 from replicax._ps.store.held_shards import HeldShard, check_state, few, text
 from replicax._ps.store.held_values import Spec
-from replicax._ps.store.request_rules import StoreRules, absent
 from replicax._ps.store.requests import ApplyRound, NewShard, Step
 from replicax._ps.store.store_statistics import StoreStatistics
 from replicax._ps.store.unwritten import Unwritten

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, final
 
-from replicax._ps.task.task_session import Action, BeginWork, DropWork, EndTask, TaskSession
+from replicax._ps.task.session_rules import Action, BeginWork, DropWork, EndTask, TaskSession
 from replicax._ps.transport.messages import Message
 from replicax._src.program_kit.cluster_tasks import Task
 from replicax._src.program_kit.errors import InvalidArgumentError

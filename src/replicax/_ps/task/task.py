@@ -19,7 +19,7 @@ import jax
 
 from replicax._ps.task.server_def import ServerDef, ServerOptions
 from replicax._ps.task.service import Host, TaskService
-from replicax._ps.task.task_session import TaskSession
+from replicax._ps.task.session_rules import TaskSession
 from replicax._src.program_kit.cluster_tasks import ClusterDef, ClusterSpec, Credentials
 from replicax._src.program_kit.errors import ContextError, InvalidArgumentError
 from replicax._src.program_kit.own_process import (

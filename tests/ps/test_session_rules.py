@@ -5,7 +5,7 @@ import math
 import pytest
 
 from checks import message
-from replicax._ps.task.task_session import BeginWork, DropWork, EndTask, TaskSession
+from replicax._ps.task.session_rules import BeginWork, DropWork, EndTask, TaskSession
 from replicax._src.vocabulary.errors import StaleCoordinatorError, UnavailableError
 
 LEFT, TAKEN_OVER, SILENT = "it has left", "another coordinator has taken over", "it was silent for 60 s"

@@ -3,7 +3,7 @@
 import pytest
 
 from checks import message
-from replicax._ps.store.request_rules import Closure, StoreRules, absent
+from replicax._ps.store.acceptance_rules import Closure, StoreRules, absent
 from replicax._src.vocabulary.errors import UnavailableError
 
 
