@@ -194,20 +194,17 @@ def test_late_request_writes_nothing_under_a_number_that_was_used_again(tmp_path
     keeper.close()
 
 
-def served(host, now):
-    """Returns the service of a parameter server whose clock shows ``now[0]``."""
-    session = TaskSession("ps 0", 60.0, now[0])
-    return TaskService(Task("ps", 0), host, {}, session, clock=lambda: now[0])
+def served(host):
+    """Returns the service of a parameter server that begins at 0.0."""
+    return TaskService(Task("ps", 0), host, {}, TaskSession("ps 0", 60.0, 0.0), clock=lambda: 0.0)
 
 
 def test_server_describes_no_snapshot_whose_values_it_has_dropped(tmp_path):
     store = new_store(x=np.float32(1.0))
     store.snapshot(tmp_path)
-    now = [0.0]
-    service = served(PsHost(tmp_path, math.inf, 0, Credentials()), now)
+    service = served(PsHost(tmp_path, math.inf, 0, Credentials()))
     assert service.ask("status", {})["restored"]["incarnation"] == ME
-    now[0] = 100.0
-    service.watch()  # its coordinator is silent
+    service.watch(100.0)  # its coordinator is silent
     status = service.ask("status", {})
     assert (status["incarnation"], status["restored"]) == (None, None)
     service.ask("hello", {"incarnation": ME, "ps": [], "again": True})
@@ -219,10 +216,8 @@ def test_server_describes_no_group_that_it_has_dropped(tmp_path):
     store = new_store(x=np.float32(1.0))
     folder = tmp_path / "group-0"
     store._snapshots.write(folder, 0, lambda: nullcontext({"position": [1, 9]}))
-    now = [0.0]
-    service = served(PsHost(tmp_path, math.inf, 0, Credentials()), now)
+    service = served(PsHost(tmp_path, math.inf, 0, Credentials()))
     assert service.ask("status", {})["restored"]["groups"]["0"]["position"] == [1, 9]
-    now[0] = 100.0
-    service.watch()
+    service.watch(100.0)
     assert service.ask("status", {})["restored"] is None
     service.close()
