@@ -21,6 +21,7 @@ class ScriptedServer:
       is_down: It refuses connections.
       is_silent: It answers nothing, and requests end with their timeouts.
       delays: The seconds after which an operation is carried out, by name.
+      late: The seconds after which the answer to an operation that was carried out arrives, by name.
       refuses: The errors with which it answers operations, by name.
       asked: The requests that it has carried out, without heartbeats.
     """
@@ -35,7 +36,7 @@ class ScriptedServer:
         self.epochs, self.num_updates = {}, 0
         self.groups = {}
         self.views = {}
-        self.delays, self.script, self.refuses = {}, {}, {}
+        self.delays, self.late, self.script, self.refuses = {}, {}, {}, {}
         self.asked = []
 
     def restarts(self, restored=None, groups=None):
@@ -250,7 +251,8 @@ class ScriptedJob:
         except Exception as error:
             self.procedures.failed(action.request, error, self.now)
         else:
-            self.procedures.answered(action.request, answer, self.now)
+            arrives = lambda: self.procedures.answered(action.request, answer, self.now)  # noqa: E731
+            self._at(server.late.get(action.op, 0.0), arrives)
 
     def _perform(self, action):
         self.operations.append((action.operation, action.arguments))

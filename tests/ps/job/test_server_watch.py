@@ -200,6 +200,22 @@ def test_server_that_restarts_while_its_programs_are_sent_is_resumed_again():
     assert job.log_text.count("restarted from its last snapshot") == 1
 
 
+def test_answer_that_comes_after_a_heartbeat_of_the_next_process_is_not_accepted():
+    job = ScriptedJob()
+    job.run(1.5)
+    zero = job.ps[0]
+    zero.restarts(kept())
+    assert job.run_until(lambda: ("names_on", (0,)) in job.operations, 3.0)
+    zero.late["status"] = 3.0
+    num_asked = len(asked(job, 0, "status"))
+    assert job.run_until(lambda: len(asked(job, 0, "status")) > num_asked, 1.0)
+    zero.restarts(kept(keys=["w", "v"]))
+    zero.late.clear()
+    assert job.run_until(lambda: job.servers.instances[0] != "0.0", 10.0)
+    assert job.servers.instances[0] == zero.instance
+    assert job.operations[-2] == ("restored", (0, ("w", "v")))
+
+
 def test_job_stays_paused_while_a_restarted_server_is_resumed():
     job = ScriptedJob()
     job.run(1.5)

@@ -322,6 +322,18 @@ def test_server_that_restarts_twice_at_once_joins_with_what_it_has_at_last():
     assert job.may_run
 
 
+def test_hello_that_comes_after_a_heartbeat_of_the_next_process_is_not_accepted():
+    job = copied()
+    one = job.ps[1]
+    one.late["hello"] = 3.0
+    one.restarts(**snapshot((1, 50), 0, 1))
+    assert job.run_until(lambda: ops(one, "hello"), 3.0)
+    one.restarts()
+    one.late.clear()
+    assert job.run_until(lambda: job.servers.instances[1] != "1.0", 10.0)
+    assert job.servers.instances[1] == one.instance
+
+
 def test_server_that_never_takes_part_again_does_not_stop_the_job():
     job = copied()
     job.ps[1].restarts()

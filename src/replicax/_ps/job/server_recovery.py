@@ -62,7 +62,8 @@ class ServerRecovery:
             watch.not_resumed(error)
             return
         watch.answered(again["instance"])
-        if again["instance"] != instance:
+        # An answer may come late, after a heartbeat of the next process.
+        if not again["instance"] == instance == state.last_instance:
             watch.probe()
             return
         if missing:

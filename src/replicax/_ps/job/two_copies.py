@@ -127,8 +127,8 @@ class TwoCopies:
             watch.not_resumed(error)
             return
         watch.answered(hello["instance"])
-        # It restarted, or dropped what the status says that it has.
-        if hello["instance"] != status["instance"]:
+        # It restarted, or dropped what the status says that it has; perhaps a heartbeat has shown that before.
+        if not hello["instance"] == status["instance"] == state.last_instance:
             watch.probe()
             return
         self._move_from(watch)
