@@ -286,6 +286,25 @@ def test_a_function_that_cannot_be_traced_for_the_last_elements_says_so():
         driven.wait("failure")
 
 
+def test_an_error_of_tracing_without_a_text_fails_its_function_alone():
+    class Unreadable(Exception):
+        def __str__(self):
+            raise KeyError("text")
+
+    driven = connected()
+    number, other = driven.schedule(needs=PROGRAM), driven.schedule()
+    driven.works({}, {}, {"need": "shapes", "end": None})
+    [made] = driven.of(MakeProgram)
+    error = Unreadable()
+    driven.do(Failed(made.request, error))
+    assert "Tracing raised Unreadable, whose text cannot be made: its __str__ raised KeyError" in str(
+        driven.settled[number].error
+    )
+    assert driven.settled[number].error.__cause__ is error
+    driven.works({})
+    assert driven.settled[other].error is None
+
+
 def test_a_trace_that_ends_after_the_loss_of_its_worker_sends_nothing_to_the_next_connection():
     driven = connected()
     number = driven.schedule(needs=PROGRAM)

@@ -38,6 +38,29 @@ def test_a_bug_ends_functions_waits_and_connections_and_is_logged(broken):
     assert broken.job.wake_at is None
 
 
+class Unreadable(Exception):
+    def __str__(self):
+        raise KeyError("text")
+
+
+def test_a_function_that_has_left_the_queue_when_a_rule_raises_is_settled():
+    driven = connected()
+    numbers = [driven.schedule() for _ in range(3)]
+    driven.actions = driven.job.receive(
+        WorkerAnswered("worker 0", driven.connections["worker 0"], [Unreadable()]), 1.0
+    )
+    bug = driven.job.bug
+    assert isinstance(bug, KeyError)
+    assert [(each.number, each.error) for each in driven.of(Settle)] == [(number, bug) for number in numbers]
+
+
+def test_a_function_that_the_queue_does_not_take_is_settled():
+    driven = connected()
+    driven.do(Scheduled(3, "f", "f", FunctionNeeds()))
+    driven.actions = driven.job.receive(Scheduled(2, "f", "f", FunctionNeeds()), 1.0)
+    assert {each.number for each in driven.of(Settle)} == {2, 3}
+
+
 def test_the_report_has_the_last_events_with_names_and_numbers_but_no_data(broken):
     [note] = broken.job.bug.__notes__
     lines = note.splitlines()

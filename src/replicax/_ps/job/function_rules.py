@@ -194,7 +194,7 @@ class FunctionRules:
         except OutOfRangeError as error:
             failure: Exception = OutOfRangeError(f"{end} {error}")
         except Exception as error:
-            failure = error
+            failure = _with_text(error)
         else:
             if worker.connection == connection:
                 self._send_again(worker, closure)
@@ -203,6 +203,18 @@ class FunctionRules:
         if worker.connection == connection:
             self._fail(worker, closure, failure)
             self._place(worker)
+
+
+def _with_text(error: Exception) -> Exception:
+    """Returns a user's error; another one if its text, which others get, cannot be made."""
+    try:
+        str(error)
+    except Exception as cause:
+        text = f"Tracing raised {type(error).__name__}, whose text cannot be made: its __str__ raised "
+        shown = RuntimeError(f"{text}{type(cause).__name__}. Look at its __cause__, and correct __str__.")
+        shown.__cause__ = error
+        return shown
+    return error
 
 
 def _is_remote(error: Exception, kind: type) -> bool:

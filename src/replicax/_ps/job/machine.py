@@ -87,6 +87,8 @@ class Job:
         if self.bug is not None:
             return self._refuse(event)
         self._state.now = now
+        if isinstance(event, events.Scheduled):
+            self._state.unsettled.add(event.number)
         try:
             self._rules[type(event)](event)
             self._follow(only_idle=type(event) is events.Scheduled)
@@ -169,7 +171,7 @@ class Job:
         state, report = self._state, self._record.text()
         error.add_note(f"The last events of the job:\n{report}")
         state.log(ERROR, _BUG, report, error=error)
-        for number in state.queue.unfinished:
+        for number in sorted(state.unsettled):
             state.act(Settle(number, error))
         self._waits.fail(error)
         self._workers.close()

@@ -22,6 +22,8 @@ class JobState:
       now: The time of the event that is being handled.
       num_made: The number of variables that were created in the session.
       has_new_primaries: True if the workers must be told.
+      unsettled: The numbers of the functions that were scheduled and have no ``Settle``. A rule that raises may have
+        taken a function out of the queue before.
     """
 
     def __init__(self, setup: Setup):
@@ -37,12 +39,15 @@ class JobState:
         self.now = 0.0
         self.num_made = 0
         self.has_new_primaries = False
+        self.unsettled: set[int] = set()
         self._broken: set[Hashable] = set()
 
     # --- actions ---------------------------------------------------------------------------------------
 
     def act(self, action: Action) -> None:
         """Adds an action, after those that were decided before."""
+        if isinstance(action, Settle):
+            self.unsettled.discard(action.number)
         self.procedures.actions.append(action)
 
     def taken_actions(self) -> list[Action]:
