@@ -7,6 +7,9 @@ import pytest
 from driven_job import connected
 from replicax._ps.job.actions_out import CloseWorker, EndWait, Log, Settle
 from replicax._ps.job.events_in import Closed, FunctionNeeds, Scheduled, TimePassed, WaitBegan, WorkerAnswered
+from replicax._ps.job.machine import Job
+from replicax._ps.job.server_side import NoServers
+from replicax._ps.job.setup import Setup
 
 
 @pytest.fixture
@@ -52,6 +55,37 @@ def test_a_function_that_has_left_the_queue_when_a_rule_raises_is_settled():
     bug = driven.job.bug
     assert isinstance(bug, KeyError)
     assert [(each.number, each.error) for each in driven.of(Settle)] == [(number, bug) for number in numbers]
+
+
+@pytest.mark.parametrize("event", [Scheduled(1, "f", "f", FunctionNeeds()), WaitBegan(7, "idle"), object()])
+def test_an_event_that_cannot_be_recorded_ends_the_job(monkeypatch, event):
+    driven = connected()
+    driven.schedule()
+
+    def raises(*args):
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(type(driven.job._record), "add", raises)
+    driven.actions = driven.job.receive(event, 1.0)
+    bug = driven.job.bug
+    assert isinstance(bug, KeyError)
+    numbers = [0, 1] if isinstance(event, Scheduled) else [0]
+    assert [(each.number, each.error) for each in driven.of(Settle)] == [(number, bug) for number in numbers]
+    waits = [(7, bug)] if isinstance(event, WaitBegan) else []
+    assert [(each.wait, each.error) for each in driven.of(EndWait)] == waits
+
+
+def test_a_rule_that_raises_at_the_start_ends_the_job():
+    class Servers(NoServers):
+        def start(self, now):
+            raise KeyError("a bug")
+
+    job = Job(Setup(1), lambda hooks: Servers())
+    [line] = job.start(0.0)
+    assert isinstance(job.bug, KeyError)
+    assert line.error is job.bug
+    [settled] = job.receive(Scheduled(0, "f", "f", FunctionNeeds()), 0.0)
+    assert settled.error is job.bug
 
 
 def test_a_function_that_the_queue_does_not_take_is_settled():

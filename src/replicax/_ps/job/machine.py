@@ -51,7 +51,7 @@ class Job:
         procedures = state.procedures
         self._rules: dict[type, Callable[[Any], object]] = {
             events.Scheduled: self._functions.scheduled,
-            events.WaitBegan: self._waits.began,
+            events.WaitBegan: lambda event: None,  # see receive
             events.WaitGivenUp: lambda event: self._waits.given_up(event.wait),
             events.ResourceAdded: self._workers.add_resource,
             events.ResourceDropped: lambda event: self._workers.drop_resource(event.name),
@@ -72,8 +72,11 @@ class Job:
     def start(self, now: float) -> list[Action]:
         """Begins to connect to all tasks. Call it once, before all events."""
         self._state.now = now
-        self._servers.start(now)
-        self._workers.start()
+        try:
+            self._servers.start(now)
+            self._workers.start()
+        except Exception as error:
+            self._end_with(error)
         return self._state.taken_actions()
 
     def receive(self, event: events.Event, now: float) -> list[Action]:
@@ -83,13 +86,15 @@ class Job:
           event: The event.
           now: The time, in seconds, at least that of the previous event.
         """
-        self._record.add(event, now)
         if self.bug is not None:
             return self._refuse(event)
         self._state.now = now
         if isinstance(event, events.Scheduled):
             self._state.unsettled.add(event.number)
+        elif isinstance(event, events.WaitBegan):
+            self._waits.began(event)
         try:
+            self._record.add(event, now)
             self._rules[type(event)](event)
             self._follow(only_idle=type(event) is events.Scheduled)
         except Exception as error:
