@@ -321,6 +321,36 @@ def test_a_trace_that_ends_after_the_loss_of_its_worker_sends_nothing_to_the_nex
     assert driven.sent() == [("program", "q"), ("closure", number)]
 
 
+def traced_for_a_lost_worker(needs):
+    """A job whose function is on worker 1 when its trace for worker 0 ends, with these needs."""
+    driven = connected(2)
+    number = driven.schedule(needs=PROGRAM)
+    first, second = ("worker 0", "worker 1") if driven.sent("worker 0") else ("worker 1", "worker 0")
+    driven.works({}, {}, {"need": "shapes", "end": None}, worker=first)
+    [made] = driven.of(MakeProgram)
+    driven.breaks(first)
+    driven.works({}, {}, worker=second)
+    assert driven.sent(second) == [("closure", number)]
+    driven.do(Answered(made.request, needs))
+    assert driven.sent(second) == [("closure", number)]
+    return driven, number, second
+
+
+def test_the_bytes_of_a_function_that_is_traced_meanwhile_count_as_they_were_sent():
+    driven, number, worker = traced_for_a_lost_worker(FunctionNeeds(("p", "q"), ("c",), (), 100))
+    driven.works({}, worker=worker)
+    assert driven.settled[number].error is None
+    assert driven.job._workers._workers[worker].num_bytes_unanswered == 0
+
+
+@pytest.mark.parametrize("digest", ["p", "q"])
+def test_a_program_of_a_function_that_is_traced_meanwhile_is_not_one_that_a_server_lacks(digest):
+    driven, number, worker = traced_for_a_lost_worker(FunctionNeeds(("q",), ("c",), (), 8))
+    driven.works(UnknownProgramError(digest, digest), worker=worker)
+    assert driven.servers.failures == []
+    assert driven.sent(worker) == [("program", "q"), ("closure", number)]
+
+
 def test_a_trace_that_ends_after_its_function_sends_nothing():
     driven = connected()
     number = driven.schedule(needs=PROGRAM)

@@ -7,7 +7,7 @@ from typing import Any, Final, final
 
 from replicax._ps.coordinator.closures import Closure
 from replicax._ps.job.actions_out import Settle
-from replicax._ps.job.events_in import Scheduled
+from replicax._ps.job.events_in import FunctionNeeds, Scheduled
 from replicax._ps.job.function_sending import FunctionSending
 from replicax._ps.job.hungry_workers import HungryWorkers
 from replicax._ps.job.procedures import Procedure, Tracing
@@ -107,7 +107,7 @@ class FunctionRules:
                 continue
             sent_at = sent_at if num_functions else oldest.sent_at
             num_functions += 1
-            self._ended(worker, oldest.closure, answer)
+            self._ended(worker, oldest.closure, oldest.needs, answer)
         if num_functions:
             worker.measure(num_functions, sent_at, self._state.now)
             self._serve(worker)  # before others
@@ -123,9 +123,15 @@ class FunctionRules:
         elif kind != "release":
             worker.refused[name] = answer
 
-    def _ended(self, worker: WorkerState, closure: Closure, answer: Mapping[str, Any] | Exception) -> None:
+    def _ended(
+        self,
+        worker: WorkerState,
+        closure: Closure,
+        sent: FunctionNeeds,
+        answer: Mapping[str, Any] | Exception,
+    ) -> None:
         if isinstance(answer, Exception):
-            self._raised(worker, closure, answer)
+            self._raised(worker, closure, sent, answer)
         elif "need" in answer:
             if self._may_ask(worker, closure):
                 key = "trace", closure.number, worker.name
@@ -134,11 +140,12 @@ class FunctionRules:
         elif self._queue.finished(worker.name, closure):
             self._state.act(Settle(closure.number, None, worker.name, answer))
 
-    def _raised(self, worker: WorkerState, closure: Closure, error: Exception) -> None:
-        """Handles a function that raised an error, or could not run."""
-        needs = closure.work
+    def _raised(self, worker: WorkerState, closure: Closure, sent: FunctionNeeds, error: Exception) -> None:
+        """Handles a function that raised an error, or could not run; ``sent`` is what it needed when it was sent."""
+        needs: FunctionNeeds = closure.work
         if isinstance(error, UnknownProgramError):
-            if error.digest in needs.programs or error.digest in needs.constants:
+            # It may have been traced meanwhile, because of another worker.
+            if any(error.digest in (*each.programs, *each.constants) for each in (sent, needs)):
                 refusal = worker.forget(error.digest)
                 if refusal is None:
                     if self._may_ask(worker, closure):
@@ -190,6 +197,7 @@ class FunctionRules:
     ) -> Procedure[None]:
         """Has a function traced for elements of the shapes that a worker has met, and sends it again."""
         try:
+            # Wherever the function is now, the owner's next message of it may name its new programs.
             closure.work = yield Tracing(closure.number, signature)
         except OutOfRangeError as error:
             failure: Exception = OutOfRangeError(f"{end} {error}")

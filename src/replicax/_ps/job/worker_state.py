@@ -15,6 +15,7 @@ _DEPTH: Final = 2  # functions in flight; 1 if they are slow
 _FAST_DEPTHS: Final = 8, 32  # more for faster ones, so that all are done within _FLIGHT_S
 _FAST_S, _SLOW_S, _FLIGHT_S = 0.001, 0.1, 0.008
 _WEIGHT, _MOST_WEIGHT = 0.1, 0.5
+_NOTHING: Final = FunctionNeeds()
 
 
 class Unanswered(NamedTuple):
@@ -25,12 +26,14 @@ class Unanswered(NamedTuple):
       closure: The function, if it is one.
       group: The number of its message group. Requests that travelled together have the same number.
       sent_at: The time at which it was sent.
+      needs: What the function needed then; those of ``closure`` may be others by now.
     """
 
     request: ToWorker
     closure: Closure | None
     group: int
     sent_at: float
+    needs: FunctionNeeds
 
 
 @final
@@ -123,13 +126,14 @@ class WorkerState:
 
     def sent(self, request: ToWorker, closure: Closure | None, group: int, now: float) -> None:
         """Records a request."""
-        self.unanswered.append(Unanswered(request, closure, group, now))
-        self.num_bytes_unanswered += _num_bytes(closure)
+        needs: FunctionNeeds = _NOTHING if closure is None else closure.work
+        self.unanswered.append(Unanswered(request, closure, group, now, needs))
+        self.num_bytes_unanswered += needs.num_bytes
 
     def answered(self) -> Unanswered:
         """Returns the oldest request, which is answered."""
         oldest = self.unanswered.popleft()
-        self.num_bytes_unanswered -= _num_bytes(oldest.closure)
+        self.num_bytes_unanswered -= oldest.needs.num_bytes
         return oldest
 
     def running(self) -> list[Closure]:
@@ -198,7 +202,3 @@ class WorkerState:
             self.depth = min(max(least, int(_FLIGHT_S / max(self._took_s, 1e-6))), most)
         else:
             self.depth = 1 if self._took_s > _SLOW_S else _DEPTH
-
-
-def _num_bytes(closure: Closure | None) -> int:
-    return 0 if closure is None else closure.work.num_bytes
