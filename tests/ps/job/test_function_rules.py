@@ -351,6 +351,15 @@ def test_a_program_of_a_function_that_is_traced_meanwhile_is_not_one_that_a_serv
     assert driven.sent(worker) == [("program", "q"), ("closure", number)]
 
 
+def test_a_function_that_has_ended_is_not_traced():
+    driven = connected()
+    number = driven.schedule(needs=PROGRAM)
+    driven.servers.hooks.broke(UnavailableError("lost", "ps 0"), "ps 0")
+    driven.works({}, {}, {"need": "shapes", "end": None})
+    assert number in driven.settled
+    assert driven.of(MakeProgram) == []
+
+
 def test_a_trace_that_ends_after_its_function_sends_nothing():
     driven = connected()
     number = driven.schedule(needs=PROGRAM)

@@ -133,7 +133,8 @@ class FunctionRules:
         if isinstance(answer, Exception):
             self._raised(worker, closure, sent, answer)
         elif "need" in answer:
-            if self._may_ask(worker, closure):
+            # Its owner may have dropped it, if it has ended meanwhile.
+            if self._queue.has_taken(worker.name, closure) and self._may_ask(worker, closure):
                 key = "trace", closure.number, worker.name
                 trace = self._trace(worker, worker.connection, closure, answer["need"], answer["end"])
                 self._state.procedures.start(key, trace, self._state.now)
