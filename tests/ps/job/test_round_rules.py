@@ -56,6 +56,29 @@ def test_a_round_that_cannot_be_applied_is_a_failure():
     assert not any(isinstance(each, Perform) for each in driven.pending.values())
 
 
+def test_a_round_after_which_values_cannot_be_read_again_is_a_failure():
+    driven = with_round()
+    idle = driven.wait("idle")
+    driven.answer(driven.performed("apply_round"))
+    error = RemoteError("no memory", "MemoryError", "ps 0")
+    driven.fail(driven.performed("renew"), error)
+    assert driven.ended[idle].error is error
+    for _ in range(2):
+        driven.schedule(round_key="v")
+    assert driven.sent("worker 0")
+
+
+def test_a_round_is_applied_again_if_a_server_is_away_when_values_are_to_be_read_again():
+    driven = with_round()
+    driven.answer(driven.performed("apply_round"))
+    driven.fail(driven.performed("renew"), UnavailableError("away", "ps 1"))
+    assert driven.servers.failures == ["ps 1"]
+    driven.pass_time(0.2)
+    driven.answer(driven.performed("apply_round"))
+    driven.answer(driven.performed("renew"))
+    assert driven.job.statistics()["closures"]["rounds"] == 1
+
+
 def test_a_round_of_another_coordinator_breaks_the_job():
     driven = with_round()
     error = StaleCoordinatorError("other")

@@ -18,7 +18,7 @@ _KEY: Final = "rounds"
 class RoundRules:
     """Sends complete rounds to the servers. All get the same closures, so all apply the same gradients.
 
-    An unreachable server is asked again until it is back, or lost. A server that restarted and lost gradients applies
+    An unreachable server is asked again until it is back, or lost; a server applies a round once. A server that restarted and lost gradients applies
     the mean of those that it has.
 
     Args:
@@ -44,6 +44,7 @@ class RoundRules:
         while rounds.is_due(complete):
             try:
                 yield Operation("apply_round", arguments)
+                yield Operation("renew")  # before any function of the next round is sent
             except UnavailableError as error:
                 self._servers.note_failure(error.task or None, self._state.now)
                 yield Pause(_PAUSE_S)
@@ -53,5 +54,4 @@ class RoundRules:
                 if rounds.is_due(complete):  # otherwise the job broke meanwhile
                     self._state.settle(self._queue.round_failed(complete, error))
             else:
-                yield Operation("renew")  # before any function of the next round is sent
                 rounds.applied(complete)
