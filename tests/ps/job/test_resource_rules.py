@@ -1,9 +1,10 @@
 """Datasets and values that each worker makes: sent, made, lost, dropped."""
 
 from driven_job import DrivenJob, connected
+from replicax._ps.coordinator.limits import Limits
 from replicax._ps.job.actions_out import SendToWorker
 from replicax._ps.job.events_in import FunctionNeeds, ResourceAdded, ResourceDropped
-from replicax._src.vocabulary.errors import ClosureInputError
+from replicax._src.vocabulary.errors import ClosureInputError, InvalidArgumentError
 
 
 def added(driven, name="dataset 0"):
@@ -96,3 +97,28 @@ def test_the_error_of_a_lost_worker_decides_nothing():
     number = driven.schedule(needs=FunctionNeeds(resources=("dataset 0",)))
     assert number not in driven.settled
     assert driven.sent("worker 0") == [("resource", "dataset 0"), ("closure", number)]
+
+
+def test_a_wait_ends_when_no_worker_is_left_that_could_make_a_resource():
+    driven = DrivenJob(2)
+    added(driven)
+    wait = driven.wait("resource", "dataset 0")
+    for worker in ("worker 0", "worker 1"):
+        assert wait not in driven.ended
+        driven.fail(driven.asked(worker, "hello"), InvalidArgumentError("another version"))
+    error = driven.ended[wait].error
+    assert isinstance(error, ClosureInputError)
+    assert "No worker is left that could make dataset 'dataset 0'" in str(error)
+    assert "another version" in str(error)
+    assert driven.ended[driven.wait("resource", "dataset 0")].error is not None
+
+
+def test_a_resource_that_a_worker_made_before_all_were_given_up_has_its_spec():
+    driven = connected(limits=Limits(reconnect_s=0.0))
+    added(driven)
+    driven.works({"spec": 1})
+    driven.breaks()
+    driven.now += 1.0
+    driven.fail(driven.asked("worker 0", "hello"))
+    assert driven.ended[driven.wait("idle")].error is not None
+    assert driven.ended[driven.wait("resource", "dataset 0")].value == 1

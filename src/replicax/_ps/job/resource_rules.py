@@ -44,6 +44,7 @@ class ResourceRules:
         self._makings: dict[str, _Making] = {}
         self._workers: set[str] = set()
         self._is_closed = False
+        self._unreachable: Exception | None = None
 
     @property
     def names(self) -> list[str]:
@@ -60,6 +61,10 @@ class ResourceRules:
     def close(self) -> None:
         """Decides all waits."""
         self._is_closed = True
+
+    def given_up(self, error: Exception) -> None:
+        """Decides all waits, because all workers were given up; ``error`` is that of the last one."""
+        self._unreachable = error
 
     # --- workers ---------------------------------------------------------------------------------------
 
@@ -118,6 +123,8 @@ class ResourceRules:
             return ResourceOutcome(error=making.killer)
         if making.errors and (self._is_closed or len(making.errors) >= len(self._workers)):
             return ResourceOutcome(error=_input_error(making, next(iter(making.errors))))
+        if self._unreachable is not None:
+            return ResourceOutcome(error=_no_worker(making, self._unreachable))
         if self._is_closed:
             kind = making.resource.kind
             return ResourceOutcome(
@@ -133,6 +140,16 @@ def _unknown(name: str) -> ClosureInputError:
         f"There is no {name!r} on the workers: its iterator was dropped, or belongs to a ClusterCoordinator that was "
         "closed. Make a new one."
     )
+
+
+def _no_worker(making: _Making, cause: Exception) -> ClosureInputError:
+    resource = making.resource
+    error = ClosureInputError(
+        f"No worker is left that could make {resource.kind} {resource.name!r}: all were given up, the last one "
+        f"because of this: {cause} Start the workers, and then the program again."
+    )
+    error.__cause__ = cause
+    return error
 
 
 def _killer(making: _Making, worker: str) -> ClosureInputError:

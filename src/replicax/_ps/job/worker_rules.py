@@ -232,7 +232,10 @@ class WorkerRules:
         """Tries to reach a worker no longer. The job breaks if it was the last one, or is not one of this job."""
         worker.is_given_up = True
         self._num_given_up += 1
-        if self._num_given_up == len(self._workers) or not isinstance(error, UnavailableError):
+        is_last = self._num_given_up == len(self._workers)
+        if is_last:
+            self._resources.given_up(error)
+        if is_last or not isinstance(error, UnavailableError):
             self._state.broke(error)
 
     def _unreachable(self, worker: WorkerState, error: UnavailableError) -> UnavailableError:
