@@ -122,7 +122,16 @@ def part(position, **what):
 class ScriptedJob:
     """What the parameter servers' side gets from a job, and the world that answers it."""
 
-    def __init__(self, num_servers=2, intervals_s=(60.0, 30.0), *, how="continue", copies=False, **limits):
+    def __init__(
+        self,
+        num_servers=2,
+        intervals_s=(60.0, 30.0),
+        *,
+        how="continue",
+        copies=False,
+        last_epoch=0,
+        **limits,
+    ):
         groups = Groups(num_servers) if copies else None
         self.setup = Setup(
             num_workers=0,
@@ -133,6 +142,7 @@ class ScriptedJob:
             snapshot_intervals_s=tuple(intervals_s),
             groups=groups,
             on_ps_restart=how,
+            last_epoch=last_epoch,
         )
         self.procedures, self.now = Procedures(), 0.0
         self.paused, self.broken = set(), {}
@@ -147,7 +157,7 @@ class ScriptedJob:
                 for task in view.members:
                     self.ps[task].answer("group", {"view": view.described()})
         self.sent, self._coming, self._order = [], [], count()
-        self.servers = JobServers(self, [ps.instance for ps in self.ps])
+        self.servers = JobServers(self, [ps.instance for ps in self.ps], last_epoch + 1)
         self.servers.start(0.0)
 
     # --- for the rules -----------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from driven_job import DrivenJob, connected
 from replicax._ps.job.actions_out import SendToWorker
-from replicax._ps.job.events_in import Closed
+from replicax._ps.job.events_in import Closed, VariablesMade
 
 
 def test_a_function_is_sent_answered_settled_and_joined():
@@ -40,3 +40,10 @@ def test_close_cancels_and_closes():
     late = driven.schedule()
     assert "closed" in str(driven.settled[late].error)
     assert driven.of(SendToWorker) == []
+
+
+def test_the_next_job_of_a_session_knows_how_many_variables_were_made():
+    driven = DrivenJob(num_made=3)
+    assert driven.servers.hooks.num_made == 3
+    driven.do(VariablesMade(4))
+    assert driven.servers.hooks.num_made == 4

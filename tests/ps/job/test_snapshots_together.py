@@ -57,6 +57,18 @@ def test_servers_take_snapshots_together_soon_after_variables_are_made_and_then_
     assert job.may_run
 
 
+def test_the_next_job_of_a_session_goes_back_to_an_epoch_of_the_last_one_until_it_has_its_own():
+    job = ScriptedJob(how="rewind", last_epoch=4)
+    for server in job.ps:
+        server.epochs[4] = server.instance
+    job.ps[1].restarts(kept())
+    assert job.run_until(lambda: "went back to the snapshots of epoch 4" in job.log_text, 10.0)
+    assert not job.broken
+    assert job.servers.last_epoch == 4
+    assert job.run_until(lambda: job.servers.last_epoch == 5 and have_gone_back(job), 5.0)
+    assert ("snapshot", 5) in job.ps[0].asked
+
+
 def test_no_snapshot_is_taken_before_all_functions_and_rounds_have_ended():
     job = ScriptedJob(how="rewind")
     job.num_in_flight = job.num_rounds = 1

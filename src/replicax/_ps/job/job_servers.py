@@ -93,6 +93,11 @@ class JobServers:
         """The number of the next epoch of snapshots, for the next job of the session."""
         return self._first_epoch if self._together is None else self._together.next_epoch
 
+    @property
+    def last_epoch(self) -> int:
+        """The last epoch of which all servers have a snapshot, for the ``Setup`` of the session's next job."""
+        return self._job.setup.last_epoch if self._together is None else self._together.last
+
 
 def check_on_ps_restart(setup: Setup) -> None:
     """Raises InvalidArgumentError if ``on_ps_restart`` is unknown, or does not fit the servers."""

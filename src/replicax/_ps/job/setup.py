@@ -26,6 +26,8 @@ class Setup:
       max_staleness, replicas_to_aggregate, on_ps_restart: See ``ClusterCoordinator``.
       capacity: The most functions that may be queued.
       first_number, first_round: The numbers of the first function and of the first round.
+      num_made: The number of variables that were created in the session before this job.
+      last_epoch: The last epoch of snapshots in the session, ``last_epoch`` of its last job; 0 if there is none.
     """
 
     num_workers: int
@@ -41,3 +43,5 @@ class Setup:
     capacity: int = CAPACITY
     first_number: int = 0
     first_round: int = 0
+    num_made: int = 0
+    last_epoch: int = 0

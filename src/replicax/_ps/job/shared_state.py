@@ -37,7 +37,7 @@ class JobState:
         )
         self.procedures = Procedures()
         self.now = 0.0
-        self.num_made = 0
+        self.num_made = setup.num_made
         self.has_new_primaries = False
         self.unsettled: set[int] = set()
         self._broken: set[Hashable] = set()

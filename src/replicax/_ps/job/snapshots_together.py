@@ -39,14 +39,14 @@ class SnapshotsTogether:
       first_epoch: A number above those of all epochs that were taken in this session.
 
     Attributes:
-      last: The last epoch of which all servers have a snapshot; 0 if there is none.
+      last: The last epoch of which all servers have a snapshot, perhaps of an earlier job; 0 if there is none.
       next_epoch: The number of the next epoch.
     """
 
     def __init__(self, job: JobHooks, first_epoch: int = 1):
         self._job, self.next_epoch = job, first_epoch
         self._interval_s = min(s for s in job.setup.snapshot_intervals_s if s is not None)
-        self.last = 0
+        self.last = job.setup.last_epoch
         self._watches: Sequence[ServerWatch] = ()
         self._num_finished = self._num_made = 0
         self._order = list(range(job.setup.num_servers))
