@@ -4,6 +4,7 @@ from driven_job import DrivenJob, connected
 from replicax._ps.coordinator.limits import Limits
 from replicax._ps.job.actions_out import SendToWorker
 from replicax._ps.job.events_in import FunctionNeeds, ResourceAdded, ResourceDropped
+from replicax._ps.worker.resources import WORKER_INDEX
 from replicax._src.vocabulary.errors import ClosureInputError, InvalidArgumentError
 
 
@@ -25,6 +26,21 @@ def test_each_worker_makes_each_resource_once_on_a_connection():
     driven.breaks("worker 0")
     driven.connect("worker 0", "b")
     assert driven.sent("worker 0") == both
+
+
+def test_the_index_of_a_worker_is_neither_made_nor_missing():
+    driven = connected(own_resources=frozenset({WORKER_INDEX}))
+    added(driven)
+    driven.works({})
+    for life in ("b", "c"):
+        number = driven.schedule(needs=FunctionNeeds(resources=(WORKER_INDEX, "dataset 0")))
+        assert driven.sent() == [("closure", number)]
+        driven.works({})
+        assert driven.settled[number].error is None
+        driven.breaks()
+        driven.connect(instance=life)
+        assert driven.sent() == [("resource", "dataset 0")]
+        driven.works({})
 
 
 def test_a_dropped_resource_is_released_and_made_no_more():

@@ -21,7 +21,8 @@ class FunctionNeeds:
     Attributes:
       programs: The digests of its programs.
       constants: The names of its constants.
-      resources: The names of the datasets and values that it takes, as in ``ResourceAdded``.
+      resources: The names of the datasets and values that it takes, as in ``ResourceAdded``, or as in the
+        ``own_resources`` of ``Setup``.
       num_bytes: The number of bytes of the arrays that travel with it.
     """
 

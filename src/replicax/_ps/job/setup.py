@@ -28,6 +28,7 @@ class Setup:
       first_number, first_round: The numbers of the first function and of the first round.
       num_made: The number of variables that were created in the session before this job.
       last_epoch: The last epoch of snapshots in the session, ``last_epoch`` of its last job; 0 if there is none.
+      own_resources: The names of the resources that a worker has and never makes, such as its index.
     """
 
     num_workers: int
@@ -45,3 +46,4 @@ class Setup:
     first_round: int = 0
     num_made: int = 0
     last_epoch: int = 0
+    own_resources: frozenset[str] = frozenset()

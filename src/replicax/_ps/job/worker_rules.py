@@ -37,9 +37,8 @@ class WorkerRules:
     ):
         self._state, self._limits = state, state.setup.limits
         self._functions, self._servers, self._resources = functions, servers, resources
-        self._workers = {
-            name: WorkerState(name) for name in (f"worker {n}" for n in range(state.setup.num_workers))
-        }
+        names = [f"worker {n}" for n in range(state.setup.num_workers)]
+        self._workers = {name: WorkerState(name, state.setup.own_resources) for name in names}
         self._connections = count(1)
         self._num_given_up = 0
         for name in self._workers:

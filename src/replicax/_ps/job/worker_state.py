@@ -54,11 +54,13 @@ class WorkerState:
       num_bytes_unanswered: The bytes of their arrays.
       known: The programs and constants that it was sent on this connection.
       refused: The errors of those that it did not take.
-      resources: The resources that it was told to make on this connection.
+      own_resources: The resources that it has and never makes.
+      resources: Those, and the resources that it was told to make on this connection.
       depth: The most functions that it may have at a time.
     """
 
     name: str
+    own_resources: frozenset[str] = frozenset()
     connection: int | None = None
     is_ready: bool = False
     instance: str | None = None
@@ -91,7 +93,7 @@ class WorkerState:
         """Records a connection that is being opened. The worker has nothing yet."""
         self.connection = connection
         self.unanswered, self.num_bytes_unanswered = deque(), 0
-        self.known, self.refused, self.resources = set(), {}, set()
+        self.known, self.refused, self.resources = set(), {}, set(self.own_resources)
 
     def ready(self, now: float) -> None:
         """Records that the process that was met has the connection."""
