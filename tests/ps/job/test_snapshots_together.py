@@ -1,4 +1,4 @@
-"""Epochs of snapshots, and the return of all servers to the last one, in orders of events that real servers rarely show."""
+"""Epochs of snapshots, and the return of all servers to the last one, in orders that real servers rarely show."""
 
 import pytest
 from scripted_servers import Lost, ScriptedJob, kept

@@ -15,10 +15,8 @@ class Groups:
     """The views of all groups. Not thread-safe.
 
     Group g is on parameter server g and on the next one; after the last comes the first. A group is *lost* when the
-    only
-    server that has all of it is lost. It resumes from a snapshot, or from a copy that was out of sync. The newer one
-    is
-    used, once the last primary is known to be another process: until then that may still answer clients.
+    only server that has all of it is lost. It resumes from a snapshot, or from a copy that was out of sync. The newer
+    one is used, once the last primary is known to be another process: until then that may still answer clients.
 
     Args:
       num_ps: The number of parameter servers, at least 2.

@@ -167,7 +167,8 @@ class RequestRules:
             return self._send_program(error)
         if isinstance(error, (UnavailableError, StaleCoordinatorError)):
             return self._try_again(error, now)
-        # After the first two errors the connection may have ended. Others are the server's, and the connection stays.
+        # After a MessageError or an UnauthenticatedError the connection may have ended. Other errors are the server's
+        # answers, and the connection stays.
         return self._settle(error, disconnects=isinstance(error, (MessageError, UnauthenticatedError)))
 
     def time_passed(self, number: int, now: float) -> Action | None:

@@ -509,8 +509,7 @@ class Session:
         """Starts another epoch: closures that are sent from now on read variables again.
 
         So they see earlier assignments, and the changes of closures that have ended. It does not wait for a thread
-        that waits
-        for a server.
+        that waits for a server.
         """
         with self._state_lock:
             self.epoch += 1

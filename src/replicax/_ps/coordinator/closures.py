@@ -9,8 +9,7 @@ A *closure* is a scheduled function with its arguments. All rules but the last f
   collected. That is possible once nothing is in flight, and only the first caller gets it. Then the queue works
   again.
 - The in-flight closures of a lost worker return to the front of the queue. They are cancelled if a failure is kept.
-- A closure fails if it was running at the loss of ``max_deaths`` workers, because it probably kills them. If a
-  closure
+- A closure fails if it was running at the loss of ``max_deaths`` workers, because it probably kills them. If a closure
   of its kind has finished before, another cause is likely, and the limit is higher.
 - Closures travel to a worker together if one of their kind has finished before and they have never been requeued. If
   the worker is lost, any of them may have been running. So each counts a death and travels alone from then
@@ -171,7 +170,7 @@ class ClosureQueue:
 
     @property
     def is_quiet(self) -> bool:
-        """True if nothing is in flight and no round waits to be applied, so that variables do not change."""
+        """True if nothing is in flight and no round waits to be applied."""
         return not self._num_in_flight and self.complete_round is None
 
     @property

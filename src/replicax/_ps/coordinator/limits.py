@@ -17,8 +17,7 @@ class Limits:
       missed_heartbeats: The number of missed heartbeats in a row after which a worker is lost.
       ps_missed_heartbeats: The number of missed heartbeats in a row after which a parameter server is lost or silent.
       ps_silence_s: The longest wait for a silent parameter server, which may only be paused or cut off. The server
-        itself
-        ends this coordinator's session after that time.
+        itself ends this coordinator's session after that time.
       reconnect_s: The longest time to try to connect to a worker, at first or again.
       ps_retries: The number of retries of a closure that could not reach a parameter server.
       ps_restart_retries: The same if the parameter server restarts. Nothing is tried while it is away.

@@ -5,8 +5,7 @@
   then applied as one update. Until that is done, no closure of the key is taken.
 - Any workers take ``num_gradients`` closures of a round. Others are taken only as backups, one each, by workers that
   have none of the round.
-- A closure that ends after its round is complete is *late*: its gradients are dropped. A worker that has such a
-  closure
+- A closure that ends after its round is complete is *late*: its gradients are dropped. A worker that has such a closure
   takes none of a round.
 - A closure that is requeued, for example because its worker is lost, belongs to the round in which it is taken again.
 """

@@ -67,7 +67,7 @@ class WaitBegan:
       wait: The number of the wait; never used again.
       kind: What it waits for. "room": a function may be queued. "failure": a kept failure may be raised; ends at once
         if there is none, and says if all functions have ended. "idle": all functions have ended. "resource": a worker
-        has made ``resource``, or none can. "ended": the job is closed, and no connection is left.
+        has made ``resource``, or none can. "ended": the job is closed, and each connection has got its ``CloseWorker``.
       resource: The name of the resource, if ``kind`` is "resource".
     """
 

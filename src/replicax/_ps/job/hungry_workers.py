@@ -1,4 +1,4 @@
-"""``HungryWorkers``: the workers that want functions, least busy first. Choosing does not loop over all of them."""
+"""``HungryWorkers``: the workers that want functions, least busy first. Choosing loops over many only in rounds."""
 
 from __future__ import annotations
 

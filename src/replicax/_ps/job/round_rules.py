@@ -18,8 +18,8 @@ _KEY: Final = "rounds"
 class RoundRules:
     """Sends complete rounds to the servers. All get the same closures, so all apply the same gradients.
 
-    An unreachable server is asked again until it is back, or lost; a server applies a round once. A server that restarted and lost gradients applies
-    the mean of those that it has.
+    An unreachable server is asked again until it is back, or lost, and the others with it: each applies a round once.
+    A server that restarted and lost gradients applies the mean of those that it has.
 
     Args:
       state: The state of the job.

@@ -13,7 +13,7 @@ class ServerSide(Protocol):
     """The rules for the parameter servers. Its procedures' keys begin with "ps"; it starts and stops no others."""
 
     def start(self, now: float) -> None:
-        """Starts its procedures, in the constructor of the job or later, once."""
+        """Starts its procedures. ``Job.start`` calls it, once."""
         ...
 
     def close(self) -> None:
@@ -72,7 +72,10 @@ class JobHooks(Protocol):
 
     @property
     def is_quiet(self) -> bool:
-        """True if no function is in flight and no round waits to be applied, so that variables do not change."""
+        """True if no function is in flight and no round waits to be applied.
+
+        Variables may still change: a worker that counts as lost may go on with its function.
+        """
         ...
 
     @property

@@ -25,7 +25,7 @@ class ServerState:
       is_lost: True from its loss until it is back.
       is_broken: True if the job is broken because of it.
       num_silent: The number of heartbeats in a row that had no answer.
-      changed_at: The time at which a process answered for the first time; 0 before the second one.
+      changed_at: The time of the first answer of the newest process; 0 while only one process has answered.
       num_updates: The number of updates in its last statistics.
     """
 
@@ -50,7 +50,7 @@ class ServerState:
         return instance in self._accepted
 
     def answered(self, instance: str, now: float) -> None:
-        """Records which process has answered. An answer of one that another one has replaced comes late: it is ignored."""
+        """Records which process has answered. A late answer, of a process before the last one, is ignored."""
         if instance in self._seen and instance != self.last_instance:
             return
         if instance not in self._seen:

@@ -1,4 +1,4 @@
-"""``Setup``: what a job is made of, and its options. It does not change."""
+"""``Setup``: what a job is made of, and its options. Only the views in ``groups`` change."""
 
 from __future__ import annotations
 

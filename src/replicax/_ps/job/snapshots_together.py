@@ -272,5 +272,8 @@ class SnapshotsTogether:
 
 
 def _is_another(watch: ServerWatch, began: float, now: float) -> bool:
-    """True if another process has answered since a request began, and long enough ago to have answered that, too."""
+    """True if the server became another process after the request began, and has not answered the request since.
+
+    A server that goes back becomes another process too. Its answer comes within ``STATUS_S``.
+    """
     return watch.state.changed_at > began and now - watch.state.changed_at > STATUS_S

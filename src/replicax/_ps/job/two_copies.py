@@ -44,7 +44,7 @@ class TwoCopies:
         self._primaries = groups.primaries
         self._unprotected: list[int] = []
         self._last_join: dict[int, float] = {}
-        self._moved: set[int] = set()  # servers whose restart was the first sign of trouble
+        self._moved: set[int] = set()  # servers that restarted before they counted as lost
         self._to_tell: dict[int, dict[tuple[int, View], None]] = {}  # in their order, by group
         self._told_now: dict[int, View] = {}
 

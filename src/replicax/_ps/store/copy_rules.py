@@ -8,8 +8,8 @@ in a view. These rules add the log of updates, the joining of a backup, and pati
 - A backup that begins to take a state has dropped its own, so it is at the start until it has all of the new one.
 - What belongs to another epoch than the current one changes nothing, whether it is a part of a state, an
   acknowledgment or a lost connection.
-- A backup whose outcome differs from the primary's is lost, and none of its positions until then counts any more: it
-  gets the state.
+- A backup that had another outcome of an update than the primary has other values. It is lost. When it joins again with
+  a position that is no later than the primary's was then, that does not count: it gets the state.
 """
 
 from __future__ import annotations

@@ -160,8 +160,7 @@ class GroupRules:
 
         Raises:
           InvalidArgumentError: This server would be the primary or a backup in sync, but lacks updates that were
-            answered, or
-            updates that the coordinator expects it to have.
+            answered, or updates that the coordinator expects it to have.
         """
         if view.epoch <= self.epoch:
             return False

@@ -3,8 +3,9 @@
 - Without requests, a snapshot is due at every interval, and soon after the last of some new shards was created. Both
   write only what has changed.
 - A coordinator that asks for snapshots of epochs gets no others, which would delay those.
-- It asks one thing at a time. So a request is *late* once a newer one has arrived, or another coordinator has come:
-  nobody waits for it, and its snapshot would have values of a later moment. A late request is refused.
+- A coordinator sends a request once it has the answer to the one before, or has given that up. So when a newer request
+  or another coordinator has come, nobody waits for the earlier request: it is *late*, and is refused. Its snapshot
+  would have values of a later moment.
 - Epochs only rise. A request with a lower epoch than an earlier one is late, however it came.
 - What was restored is described until the store drops it.
 """
@@ -127,7 +128,7 @@ class KeeperRules:
         return self._is_asked or self._is_writing
 
     def has_changed(self, progress: Progress) -> bool:
-        """True if a snapshot at an interval would have something that the newest one lacks, unless there is no shard."""
+        """True if a snapshot at an interval would have what the newest one lacks. False without shards."""
         assert self._last is not None
         return not self._is_driven and progress[:2] != self._last[:2]
 
