@@ -128,7 +128,7 @@ class KeeperRules:
         return self._is_asked or self._is_writing
 
     def has_changed(self, progress: Progress) -> bool:
-        """True if a snapshot at an interval would have what the newest one lacks. False without shards."""
+        """True if a snapshot at an interval, if there is a shard, would have something that the newest one lacks."""
         assert self._last is not None
         return not self._is_driven and progress[:2] != self._last[:2]
 
