@@ -92,7 +92,7 @@ class RequestRules:
         self.returns = False
         self._num_servers = 1
         self._primary = self._epoch = 0
-        self._server = 0  # the one that is connected, or asked for a connection
+        self._server = 0  # is connected, or is asked for a connection
         self._is_connected = self._is_closed = False
         self._number = 0
         self._deadline, self._may_repeat = 0.0, False

@@ -116,7 +116,7 @@ class Procedures:
         return self._pauses[0][0] if self._pauses else None
 
     def start(self, key: Hashable, procedure: Procedure[Any], now: float) -> None:
-        """Starts a procedure, in place of the one that has this key."""
+        """Starts a procedure, in place of another procedure with this key."""
         self.stop(key)
         self._running[key] = running = _Running(key, procedure)
         self._resume(running, now, lambda: next(procedure))

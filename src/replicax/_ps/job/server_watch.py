@@ -75,7 +75,7 @@ class ServerWatch:
         self._job.procedures.start(self._key, self._beats(), self._job.now)
 
     def probe(self) -> None:
-        """Sends a heartbeat now; after the one that is on its way, if one is."""
+        """Sends a heartbeat now; after the answer to another, if that is on its way."""
         self._is_hurried = True
         self._job.procedures.hurry(self._key, self._job.now)
 

@@ -1,7 +1,7 @@
 """The rules that say what a store accepts, what it applies once, and which versions its shards have. Pure.
 
-Values are opaque: these rules have the keys, kinds and version numbers of shards, and the numbers of calls. They have no
-array, lock or thread. ``window.py`` records which calls have run.
+Values are opaque: these rules have the keys, kinds and version numbers of shards, and the numbers of calls. They have
+no array, lock or thread. ``window.py`` records which calls have run.
 
 - Only the coordinator that owns the store is answered. Another one starts with an empty store.
 - A closure, a round or another call that must run once is recorded by its number when it has changed the store. If it

@@ -355,7 +355,7 @@ class CopyRules(Generic[T]):
         return self.role.takes_copy(epoch) and self._taking is None and self.role.position == at
 
     def has_state(self, epoch: int, at: Position) -> bool:
-        """Records that all of the state at a position has arrived. Returns False if it is not the one that began."""
+        """Records that all of the state at a position has arrived. Returns False if another transfer has begun."""
         if not self.takes_part(epoch, at) or not self.role.has_copy(epoch, at):
             return False
         self._taking = None

@@ -4,11 +4,11 @@ Pure: files are their numbers and sizes. A snapshot is either a *base*, whose fi
 earlier one: its file has the changes. The files from the base to this one are its *chain*. The rules:
 
 - Numbers rise, and the highest number is the newest snapshot. No number that is in use is used again.
-- A snapshot continues the one that was written or restored last, if all files of that still have their bytes, and
+- A snapshot continues the snapshot that was written or restored last, if all files of that still have their bytes, and
   the chain does not become too long.
 - The chain of the newest snapshot is kept, and the chain of the base before it. So once there are two bases, two
   snapshots exist that share no file. Nothing is removed before the newest snapshot is complete.
-- Files between the newest snapshot and the one that it continues belong to a state that was rolled back.
+- Files between the newest snapshot and its predecessor belong to a state that was rolled back.
 """
 
 from __future__ import annotations
