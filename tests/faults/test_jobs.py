@@ -516,8 +516,12 @@ def test_a_worker_that_leaves_its_loop_early_and_ends_is_named(local_cluster, vi
     assert results["worker", victim].exit_code == 0
     result = results["worker", 1 - victim]
     assert result.exit_code == 3, result.output
-    assert result.report["kind"] == "PeerFailureError"
-    assert f"worker {victim} has ended its program" in result.report["text"]
+    # The last word of the worker that ends is compared with what the other does: this may wait in its next program then.
+    named = {
+        "PeerFailureError": f"worker {victim} has ended its program",
+        "ProgramMismatchError": f"worker {victim}: ",
+    }
+    assert named[result.report["kind"]] in result.report["text"]
     assert result.report["after_s"] < SOON_S
 
 
