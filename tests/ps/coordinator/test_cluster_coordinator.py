@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import replicax as rx
-from memory_cluster import Link, MemoryCluster, eventually
-from replicax._ps.coordinator import pool_worker
+from memory_cluster import MemoryCluster, eventually
+from replicax._ps.coordinator.job_loop import JobLoop
+from replicax._ps.job import worker_state
 from replicax._src.input.dataset import OutOfRangeError
 from replicax._src.vocabulary.errors import (
     CancelledError,
@@ -39,6 +40,10 @@ def coordinator(cluster):
 def connected(coordinator):
     """Waits until all workers are connected."""
     eventually(lambda: all(w["connected"] for w in coordinator.statistics()["workers"].values()))
+
+
+def queue_of(coordinator):
+    return coordinator._loop._job._state.queue
 
 
 def add(call, x, y=1):
@@ -168,7 +173,7 @@ def test_workers_continue_after_errors(coordinator):
 @pytest.fixture
 def quick(cluster, coordinator, monkeypatch):
     """A quick function, so that closures of it travel in groups; and the event that its first call at -1 waits for."""
-    monkeypatch.setattr(pool_worker, "_FAST_S", 1000.0)
+    monkeypatch.setattr(worker_state, "_FAST_S", 1000.0)
     go = threading.Event()
 
     def step(call, x):
@@ -191,8 +196,6 @@ def both_waiting(cluster, coordinator, step):
     """Each worker runs a function that waits, and has another one queued."""
     for worker in cluster.workers:
         worker.ran.clear()
-    # Otherwise one of them may get both waiting functions: it has asked for more, and the other one has not yet.
-    eventually(lambda: all(worker.is_hungry for worker in coordinator._pool.workers))
     for x in (-1, -1, 0, 0):
         coordinator.schedule(step, (x,))
     eventually(lambda: all(worker.ran for worker in cluster.workers))
@@ -253,40 +256,53 @@ def test_group_of_a_dead_worker_is_run_again_one_by_one(cluster, coordinator, qu
     assert not any(set(amid[1:]) & set(group) for group in together)
 
 
-@pytest.mark.parametrize("is_sent", [False, True])
-def test_ctrl_c_during_sending_does_not_mix_up_answers(cluster, coordinator, quick, is_sent, monkeypatch):
+@pytest.mark.parametrize("is_queued", [False, True])
+def test_after_ctrl_c_in_schedule_each_function_still_runs_once(
+    cluster, coordinator, quick, is_queued, monkeypatch
+):
     step, _ = quick
-    send_all, main = Link.send_all, threading.current_thread()
+    put, main = JobLoop.put, threading.current_thread()
     interrupts = [KeyboardInterrupt()]
 
-    def interrupted(self, messages, timeout_s):
+    def interrupted(self, item):
         if threading.current_thread() is not main or not interrupts:
-            return send_all(self, messages, timeout_s)
-        if is_sent:
-            send_all(self, messages, timeout_s)
+            return put(self, item)
+        if is_queued:
+            put(self, item)
         raise interrupts.pop()
 
-    monkeypatch.setattr(Link, "send_all", interrupted)
     before = cluster.ps[0].counter
-    num_scheduled = 0
-
-    def schedule_until_this_thread_sends():
-        nonlocal num_scheduled
-        while num_scheduled < 1000:
-            num_scheduled += 1
-            coordinator.schedule(step, (100,))
-
+    monkeypatch.setattr(JobLoop, "put", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        schedule_until_this_thread_sends()
+        coordinator.schedule(step, (100,))
     values = [coordinator.schedule(step, (x,)) for x in range(10, 30)]
     coordinator.join(JOIN_S)
     assert coordinator.fetch(values) == list(range(10, 30))
-    assert cluster.ps[0].counter == before + num_scheduled + 20
+    assert cluster.ps[0].counter == before + is_queued + 20
     assert coordinator.statistics()["closures"]["queued"] == 0
 
 
+def test_a_failure_that_ctrl_c_hides_is_raised_by_the_next_join(coordinator, monkeypatch):
+    coordinator.schedule(fail)
+    wait, main = threading.Event.wait, threading.current_thread()
+    interrupts = [KeyboardInterrupt()]
+
+    def interrupted(self, timeout=None):
+        is_set = wait(self, timeout)
+        if threading.current_thread() is main and interrupts:
+            raise interrupts.pop()
+        return is_set
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(threading.Event, "wait", interrupted)
+        coordinator.join(JOIN_S)
+    with pytest.raises(RemoteError, match="no luck"):
+        coordinator.join(JOIN_S)
+    coordinator.join(JOIN_S)
+
+
 def test_a_full_queue_blocks_schedule(cluster, coordinator, monkeypatch):
-    queue = coordinator._pool.queue
+    queue = queue_of(coordinator)
     monkeypatch.setattr(queue, "_capacity", 3)
     go = threading.Event()
 
@@ -428,7 +444,7 @@ def test_deleted_coordinator_ends_its_threads(cluster):
     coordinator = ClusterCoordinator(cluster)
     value = coordinator.schedule(add, (1,))
     assert value.fetch(JOIN_S) == 2
-    assert any(t.name.startswith("replicax-worker") for t in threading.enumerate() if t not in before)
+    assert any(t.name == "replicax-coordinator" for t in threading.enumerate() if t not in before)
     del coordinator
     gc.collect()
     eventually(lambda: not any(t.name.startswith("replicax-") for t in set(threading.enumerate()) - before))
@@ -848,7 +864,7 @@ def test_a_parameter_server_that_was_only_stopped_is_used_again(cluster, coordin
         coordinator.join(JOIN_S)
     cluster.ps[0].running.set()
     eventually(lambda: coordinator.statistics()["ps"]["ps 0"]["connected"])
-    eventually(lambda: not coordinator._pool.queue.has_error)
+    eventually(lambda: not queue_of(coordinator).has_error)
     assert coordinator.schedule(add, (1,)).fetch(JOIN_S) == 2
 
 

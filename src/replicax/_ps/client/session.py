@@ -69,6 +69,7 @@ class Session:
       snapshot_intervals_s: The interval of each parameter server, in order; None for one that takes no snapshots.
       shared: The arrays of programs that share the servers; None if this program does not share them.
       groups: The primaries of all groups, with ``replication=2``; None without.
+      instances: The ids of the processes of the parameter servers, in order; empty if they are in this process.
 
     Attributes:
       client: A random id of this program, which numbers its closures.
@@ -78,6 +79,7 @@ class Session:
       devices_per_worker: The number of devices of each worker that are used.
       layout: A counter of moves and copies of shards, which functions that were traced earlier may not know of.
       before_close: A function that is called before the session ends.
+      note_variables: A function that is called with ``num_made`` when that has grown.
     """
 
     def __init__(
@@ -88,7 +90,9 @@ class Session:
         snapshot_intervals_s: Sequence[float | None] = (),
         shared: SharedArrays | None = None,
         groups: Groups | None = None,
+        instances: Sequence[str] = (),
     ):
+        self.instances = tuple(instances)
         self.servers, self._contents = servers, ServerContents(servers)
         self.groups = groups
         if groups is not None:
@@ -103,6 +107,7 @@ class Session:
         self.devices_per_worker = 1
         self.worker_platforms: tuple[str, ...] = ()
         self.before_close: Callable[[], None] = lambda: None
+        self.note_variables: Callable[[int], None] = lambda num_made: None
         self.platforms = tuple(platforms)
         self._lock = threading.RLock()  # held while arrays are created, which waits for servers
         self._state_lock = threading.Lock()  # never held during a wait
@@ -164,10 +169,9 @@ class Session:
         with self._state_lock:
             self.worker_platforms = tuple(sorted({*self.worker_platforms, str(told["platform"])}))
 
-    def use_primaries(self) -> None:
-        """Connects to the current primaries of ``groups``."""
-        assert self.groups is not None
-        self.servers.use_primaries(self.groups.views)
+    def use_primaries(self, views: Sequence[View]) -> None:
+        """Connects to the primaries of all groups, given by their views."""
+        self.servers.use_primaries(views)
         self.renew()
 
     def compare_copies(self) -> list[int]:
@@ -224,9 +228,14 @@ class Session:
             if not plan.is_current:
                 return False
             self._drop_waiting()
-            self._create(plan)
-            self._move(plan)
-            self._copy(plan)
+            num_made = self.num_made
+            try:
+                self._create(plan)
+                self._move(plan)
+                self._copy(plan)
+            finally:
+                if self.num_made > num_made:
+                    self.note_variables(self.num_made)
             return True
 
     def make(self, arrays: Sequence[ServerArray]) -> None:

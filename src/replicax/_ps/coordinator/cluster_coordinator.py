@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -14,16 +15,15 @@ from typing import TYPE_CHECKING, Any, Protocol, final, runtime_checkable
 import jax
 
 from replicax._ps.client.session import Session
-from replicax._ps.coordinator.closures import ClosureQueue
 from replicax._ps.coordinator.coordinator_options import CoordinatorOptions
+from replicax._ps.coordinator.job_loop import JobLoop, begin_job
 from replicax._ps.coordinator.limits import Limits
 from replicax._ps.coordinator.per_worker import PerWorkerDataset, PerWorkerValues
-from replicax._ps.coordinator.pool import WorkerPool
-from replicax._ps.coordinator.ps_recovery import OnPsRestart
 from replicax._ps.coordinator.remote_value import RemoteValue, check_not_traced, fetched
 from replicax._ps.coordinator.resource_recipe import per_worker_dataset, per_worker_values
-from replicax._ps.coordinator.scheduled_work import Work
+from replicax._ps.coordinator.scheduled_work import SendableFunction, Work
 from replicax._ps.coordinator.statistics import status_of
+from replicax._ps.job.setup import OnPsRestart
 from replicax._ps.strategy.remote_closures import Closures
 from replicax._ps.strategy.strategy_form import StrategyForm
 from replicax._src.program_kit.captures import name_of
@@ -37,10 +37,10 @@ log = logging.getLogger("replicax")
 
 _EXIT_S = 5.0
 
-_pools_at_work: set[WorkerPool] = set()
-_pools: weakref.WeakKeyDictionary[Any, WorkerPool] = (
-    weakref.WeakKeyDictionary()
-)  # the latest pool of each strategy
+_loops_at_work: set[JobLoop] = set()
+_loops: weakref.WeakKeyDictionary[Any, JobLoop] = weakref.WeakKeyDictionary()
+"""The latest loop of each strategy."""
+
 _coordinators: weakref.WeakKeyDictionary[Any, weakref.ref[ClusterCoordinator]] = weakref.WeakKeyDictionary()
 _construction = threading.Lock()
 
@@ -93,7 +93,7 @@ class ClusterCoordinator:
     """
 
     _strategy: ClosureStrategy
-    _pool: WorkerPool
+    _loop: JobLoop
     _options: CoordinatorOptions
 
     def __new__(
@@ -123,7 +123,7 @@ class ClusterCoordinator:
         )
         with _construction:
             existing = _coordinators.get(strategy, lambda: None)()
-            if existing is None or existing._pool.is_closed:
+            if existing is None or existing._loop.is_closed:
                 existing = super().__new__(cls)
                 existing._begin(strategy, options, must_serve=bool(status_address))
                 _coordinators[strategy] = weakref.ref(existing)
@@ -136,38 +136,28 @@ class ClusterCoordinator:
 
     def _begin(self, strategy: ClosureStrategy, options: CoordinatorOptions, *, must_serve: bool) -> None:
         self._strategy, self._options = strategy, options
-        # A server remembers the numbers that it has applied for as long as the strategy's session lasts.
-        before = _pools.get(strategy)
-        first = 0 if before is None else before.next_number
-        first_round = 0 if before is None else before.next_round_number
         self._num_averaged = options.replicas_to_aggregate
         self._has_warned = False
-        queue = ClosureQueue(
-            max_staleness=options.max_staleness,
-            first_number=first,
-            replicas_to_aggregate=self._num_averaged,
-            first_round=first_round,
-        )
         limits = Limits(reconnect_s=options.reconnect_timeout_s)
-        self._pool = WorkerPool(queue, strategy.session, limits, options.on_ps_restart)
+        self._loop = begin_job(strategy.session, options, limits, _loops.get(strategy))
         self._status = None
         if options.status_address is not None:
             from replicax._src.program_kit.status import server_of_tasks  # few programs serve it
 
-            pool = self._pool
+            loop = self._loop
             self._status = server_of_tasks(
                 options.status_address,
-                lambda own: status_of(pool.statistics(), own, time.time()),
+                lambda own: status_of(loop.statistics(), own, time.time()),
                 must_serve=must_serve,
             )
-        _pools[strategy] = self._pool
+        _loops[strategy] = self._loop
         self._finalizer = weakref.finalize(
-            self, _end, self._pool, _nothing if self._status is None else self._status.close
+            self, _end, self._loop, _nothing if self._status is None else self._status.close
         )
         self._finalizer.atexit = False
-        _pools_at_work.add(self._pool)
-        strategy.session.before_close = self._pool.end  # otherwise ended tasks would seem lost
-        self._pool.start()
+        _loops_at_work.add(self._loop)
+        strategy.session.before_close = self._loop.end  # otherwise ended tasks would seem lost
+        self._loop.start()
         if self._status is not None:
             self._status.start()
 
@@ -206,22 +196,26 @@ class ClusterCoordinator:
         check_not_traced("schedule")
         args, kwargs = _arguments(fn, args, kwargs)
         _check(fn, args, kwargs)
-        pool = self._pool
         try:
-            pool.check()
+            self._loop.check()
         except BaseException:
             self._strategy.session.renew()
             raise
         keeps = (fn, args, kwargs)
+        prepare = functools.partial(
+            self._strategy.closures.prepare, fn, args, kwargs, num_averaged=self._num_averaged
+        )
         try:
-            prepared = self._strategy.closures.prepare(fn, args, kwargs, num_averaged=self._num_averaged)
+            prepared = prepare()
         except ClosureInputError as error:
             value = RemoteValue(name_of(fn), None)
-            pool.refuse(name_of(fn), Work(None, value, keeps=keeps), error)
+            self._loop.schedule(name_of(fn), value, None, error)
             return value
-        value = RemoteValue(prepared.name, prepared.assemble, self._strategy.session.renew)
-        kind = next(iter(prepared.programs.values()), None)
-        pool.schedule(prepared.name, Work(prepared, value, kind, keeps))
+        session = self._strategy.session
+        value = RemoteValue(prepared.name, prepared.assemble, session.renew)
+        self._loop.schedule(
+            prepared.name, value, Work(SendableFunction.of(prepared, session), prepare, keeps)
+        )
         return value
 
     def join(self, timeout_s: float | None = None) -> None:
@@ -239,14 +233,14 @@ class ClusterCoordinator:
         """
         check_not_traced("join")
         try:
-            self._pool.join(timeout_s)
+            self._loop.join(timeout_s)
         finally:
             self._strategy.session.renew()
         if self._num_averaged is not None and not self._has_warned:
             self._warn_of_waiting(self._num_averaged)
 
     def _warn_of_waiting(self, num_averaged: int) -> None:
-        num_waiting = self._pool.num_waiting_gradients
+        num_waiting = self._loop.num_waiting_gradients
         if num_waiting:
             self._has_warned = True
             log.warning(
@@ -262,7 +256,7 @@ class ClusterCoordinator:
         """True if all scheduled functions have ended. Raises the errors of ``join``."""
         check_not_traced("done")
         try:
-            is_done = self._pool.done()
+            is_done = self._loop.done()
         except BaseException:
             self._strategy.session.renew()
             raise
@@ -292,7 +286,7 @@ class ClusterCoordinator:
         Raises:
           InvalidArgumentError: ``dataset_fn`` cannot be pickled.
         """
-        return per_worker_dataset(self._pool, dataset_fn)
+        return per_worker_dataset(self._loop, dataset_fn)
 
     def create_per_worker_value(self, fn: Callable[[], Any]) -> PerWorkerValues:
         """Has each worker make a value of its own. In scheduled functions the result stands for the worker's value.
@@ -300,7 +294,7 @@ class ClusterCoordinator:
         Args:
           fn: A function without arguments. It runs on the workers, like that of ``create_per_worker_dataset``.
         """
-        return per_worker_values(self._pool, fn)
+        return per_worker_values(self._loop, fn)
 
     # --- copies ----------------------------------------------------------------------------------------
 
@@ -320,7 +314,7 @@ class ClusterCoordinator:
 
     def statistics(self) -> dict[str, Any]:
         """Returns the numbers of functions by state, and the state of each task."""
-        return self._pool.statistics()
+        return self._loop.statistics()
 
     @property
     def status_url(self) -> str | None:
@@ -334,9 +328,9 @@ class ClusterCoordinator:
         """
         if self._status is not None:
             self._status.close()
-        self._pool.end()
+        self._loop.end()
         self._finalizer.detach()
-        _pools_at_work.discard(self._pool)
+        _loops_at_work.discard(self._loop)
 
     def __enter__(self) -> ClusterCoordinator:
         return self
@@ -350,7 +344,7 @@ def coordinator_of(strategy: ParameterServerStrategy) -> ClusterCoordinator:
     keeps.
     """
     existing = _coordinators.get(strategy, lambda: None)()
-    if existing is None or existing._pool.is_closed:
+    if existing is None or existing._loop.is_closed:
         existing = strategy.own_coordinator = ClusterCoordinator(strategy)
     return existing
 
@@ -359,7 +353,7 @@ def _join_coordinators() -> None:
     """Waits for the functions of all coordinators of this process that have not been closed."""
     for reference in list(_coordinators.values()):
         coordinator = reference()
-        if coordinator is not None and not coordinator._pool.is_closed:
+        if coordinator is not None and not coordinator._loop.is_closed:
             coordinator.join()
 
 
@@ -367,11 +361,11 @@ def _nothing() -> None:
     """Closes a status that is not served."""
 
 
-def _end(pool: WorkerPool, close_status: Callable[[], object]) -> None:
+def _end(loop: JobLoop, close_status: Callable[[], object]) -> None:
     def end() -> None:
         close_status()
-        pool.end()
-        _pools_at_work.discard(pool)
+        loop.end()
+        _loops_at_work.discard(loop)
 
     # Garbage collection may run while a lock is held that this needs, so another thread does it.
     with contextlib.suppress(RuntimeError):  # no thread can start while Python shuts down
@@ -379,12 +373,12 @@ def _end(pool: WorkerPool, close_status: Callable[[], object]) -> None:
 
 
 def _end_with_python() -> None:
-    """Ends all pools at exit: a thread that still waits for a task during Python's shutdown would crash the process."""
-    pools = list(_pools_at_work)
-    for pool in pools:
-        pool.close()
-    for pool in pools:
-        pool.join_threads(_EXIT_S)
+    """Ends all jobs at exit: a thread that still waits for a task during Python's shutdown would crash the process."""
+    loops = list(_loops_at_work)
+    for loop in loops:
+        loop.close()
+    for loop in loops:
+        loop.join_threads(_EXIT_S)
 
 
 atexit.register(_end_with_python)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
-from replicax._ps.coordinator.ps_recovery import OnPsRestart
+from replicax._ps.job.setup import OnPsRestart
 from replicax._src.program_kit.cluster_tasks import ServerSettings
 from replicax._src.program_kit.errors import InvalidArgumentError
 

@@ -10,37 +10,38 @@ from typing import Any, Literal, final
 import jax
 import numpy as np
 
+from replicax._ps.coordinator.job_loop import JobLoop
 from replicax._ps.coordinator.per_worker import (
     PerWorkerDataset,
     PerWorkerIterator,
     PerWorkerValues,
 )
-from replicax._ps.coordinator.pool import WorkerPool
-from replicax._ps.coordinator.resources import Resource
+from replicax._ps.coordinator.worker_resource import Resource
 from replicax._ps.programs.iterator_inputs import ElementSpec
 from replicax._ps.transport import structures
 from replicax._ps.worker import resources
 from replicax._src.program_kit.captures import name_of
 from replicax._src.program_kit.data import python_function_of
+from replicax._src.program_kit.errors import WaitTimeoutError
 
 _SPEC_S = 600.0
 
 _resource_numbers = itertools.count()  # shared by all coordinators, so that names are unique
 
 
-def per_worker_dataset(pool: WorkerPool, dataset_fn: Any) -> PerWorkerDataset:
+def per_worker_dataset(loop: JobLoop, dataset_fn: Any) -> PerWorkerDataset:
     """Has each worker make a dataset of its own; see ``ClusterCoordinator.create_per_worker_dataset``."""
     # A graph of TensorFlow cannot contain a distributed dataset of replicax.
     dataset_fn = python_function_of(dataset_fn)
-    recipe = _Recipe(pool, "dataset", resources.dump(dataset_fn), name_of(dataset_fn))
+    recipe = _Recipe(loop, "dataset", resources.dump(dataset_fn), name_of(dataset_fn))
     dataset = PerWorkerDataset(recipe.spec, lambda: _iterator(recipe))
     weakref.finalize(dataset, recipe.drop_unused).atexit = False
     return dataset
 
 
-def per_worker_values(pool: WorkerPool, fn: Callable[[], Any]) -> PerWorkerValues:
+def per_worker_values(loop: JobLoop, fn: Callable[[], Any]) -> PerWorkerValues:
     """Has each worker make a value of its own; see ``ClusterCoordinator.create_per_worker_value``."""
-    recipe = _Recipe(pool, "value", resources.dump(fn), name_of(fn))
+    recipe = _Recipe(loop, "value", resources.dump(fn), name_of(fn))
     values = PerWorkerValues(recipe.unused[0], recipe.spec)
     weakref.finalize(values, recipe.drop_unused).atexit = False
     return values
@@ -54,10 +55,8 @@ class _Recipe:
       unused: The names of resources that have no iterator yet.
     """
 
-    def __init__(
-        self, pool: WorkerPool, kind: Literal["dataset", "value"], pickle: np.ndarray, function: str
-    ):
-        self._pool, self._pickle, self._function = pool, pickle, function
+    def __init__(self, loop: JobLoop, kind: Literal["dataset", "value"], pickle: np.ndarray, function: str):
+        self._loop, self._pickle, self._function = loop, pickle, function
         self._kind: Literal["dataset", "value"] = kind
         self._known: ElementSpec | None = None
         self.unused: list[str] = []
@@ -72,7 +71,7 @@ class _Recipe:
     def spec(self) -> ElementSpec:
         """Returns the element spec. Waits for the first worker that has made a resource."""
         if self._known is None:
-            said = self._pool.resources.spec(self._last, _SPEC_S)
+            said = self._waited(self._last)
             leaves = tuple(
                 jax.ShapeDtypeStruct(shape, jax.numpy.dtype(dtype)) for shape, dtype in said["leaves"]
             )
@@ -80,17 +79,29 @@ class _Recipe:
             self._known = ElementSpec(tree, leaves, said.get("cut"))
         return self._known
 
+    def _waited(self, name: str) -> Any:
+        try:
+            return self._loop.spec(name, _SPEC_S)
+        except WaitTimeoutError:
+            workers = self._loop.statistics()["workers"].values()
+            num_connected = sum(each["connected"] for each in workers)
+            raise WaitTimeoutError(
+                f"No worker has made {self._kind} {name!r} within {_SPEC_S:g} s; {num_connected} workers are "
+                "connected. Look at their logs, and at coordinator.statistics()."
+            ) from None
+
     def drop(self, name: str) -> None:
         """Lets workers release a resource. Garbage collection calls it, so it takes no lock."""
-        self._pool.resources.dropped.append(name)
+        self._loop.drop(name)
 
     def drop_unused(self) -> None:
         """Lets workers release all resources that have no iterator."""
-        self._pool.resources.dropped.extend(self.unused)
+        for name in self.unused:
+            self._loop.drop(name)
 
     def _make(self) -> str:
         name = f"{self._kind} {next(_resource_numbers)}"
-        self._pool.add(Resource(name, self._kind, self._pickle, self._function))
+        self._loop.add(Resource(name, self._kind, self._pickle, self._function))
         return name
 
 

@@ -101,6 +101,12 @@ class Job:
             self._end_with(error)
         return self._state.taken_actions()
 
+    def fail(self, error: Exception) -> list[Action]:
+        """Ends the job because its owner has failed, as if a rule had raised. Returns the actions."""
+        if self.bug is None:
+            self._end_with(error)
+        return self._state.taken_actions()
+
     def statistics(self) -> dict[str, Any]:
         """Returns the statistics of the functions and of each task."""
         queue, counts = self._state.queue, self._state.queue.counts
@@ -126,6 +132,16 @@ class Job:
         """True if a function may be scheduled now, so that a wait for room would end at once. Any thread may ask."""
         queue = self._state.queue
         return self.bug is None and not (queue.is_full or queue.has_error or queue.is_closed)
+
+    @property
+    def num_in_flight(self) -> int:
+        """The number of functions that workers have taken and that have not ended. Any thread may ask."""
+        return self._state.queue.num_in_flight
+
+    @property
+    def num_queued(self) -> int:
+        """The number of functions that no worker has taken. Any thread may ask."""
+        return self._state.queue.num_queued
 
     @property
     def num_waiting_gradients(self) -> int:

@@ -9,6 +9,8 @@ from replicax._ps.client.groups import Groups
 from replicax._ps.coordinator.closures import CAPACITY
 from replicax._ps.coordinator.limits import Limits
 
+OnPsRestart = Literal["continue", "rewind"]
+
 
 @final
 @dataclass(frozen=True, eq=False, slots=True)
@@ -40,7 +42,7 @@ class Setup:
     groups: Groups | None = None
     max_staleness: int | None = None
     replicas_to_aggregate: int | None = None
-    on_ps_restart: Literal["continue", "rewind"] = "continue"
+    on_ps_restart: OnPsRestart = "continue"
     capacity: int = CAPACITY
     first_number: int = 0
     first_round: int = 0

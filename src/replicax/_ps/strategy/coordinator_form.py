@@ -75,7 +75,10 @@ class CoordinatorForm:
         intervals_s = snapshot_intervals_s(told)
         groups = begin_groups(tasks, intervals_s) if num_copies > 1 else None
         tasks.start_heartbeats()
-        session = Session(clients_of(tasks), platforms_of(told), tasks, intervals_s, groups=groups)
+        instances = [str(each["instance"]) for each in told]
+        session = Session(
+            clients_of(tasks), platforms_of(told), tasks, intervals_s, groups=groups, instances=instances
+        )
         return cls(session, num_devices, job.resolver)
 
     def announce(self, strategy: Strategy) -> None:

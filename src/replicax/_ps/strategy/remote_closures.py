@@ -77,6 +77,10 @@ class PreparedClosure:
         """A key that is equal for closures whose gradients are averaged."""
         return self.traced.first.round_key
 
+    def is_valid(self) -> bool:
+        """True if the values on the servers are where its programs expect them."""
+        return self.traced.is_valid()
+
     def program(self, digest: str) -> WorkerProgram:
         """Returns a worker's program."""
         return self.traced.program(digest)

@@ -241,6 +241,26 @@ class Link:
         """
         return self._bounded("answer a message", timeout_s, self._receive_all)
 
+    def receive_arrived(self) -> list[Message | ReplicaxError] | None:
+        """Returns the answers that have arrived on a connection that is readable; see ``fileno``. It does not wait.
+
+        Returns None if ``receive_all`` may have to wait: the next answer is large, or only a part of it is here, or
+        the task has ended the connection.
+
+        Raises:
+          UnavailableError: The connection has ended.
+          MessageError: The data is not a message. The connection is closed.
+        """
+        return self._bounded("answer a message", math.inf, self._receive_arrived)
+
+    def has_bytes(self) -> bool:
+        """True if a part of an answer is here: ``receive_all`` must have it, as the link may not become readable."""
+        return self._connection.has_bytes()
+
+    def fileno(self) -> int:
+        """Returns the descriptor, to wait until it is readable; -1 once it is closed."""
+        return self._connection.fileno()
+
     def call(
         self, message: Message, timeout_s: float, did: str = "answer a message", limit_s: float | None = None
     ) -> Message:
@@ -324,6 +344,15 @@ class Link:
             while self._connection.has_frame():
                 answers.append(self._received(deadline))
             return answers
+
+    def _receive_arrived(self, deadline: float) -> list[Message | ReplicaxError] | None:
+        answers: list[Message | ReplicaxError] = []
+        with self._decoding:
+            while self._connection.has_arrived():
+                answers.append(self._received(deadline))
+                if not self._connection.has_frame():
+                    break
+        return answers or None
 
     def _receive(self, deadline: float) -> Message | ReplicaxError:
         with self._decoding:

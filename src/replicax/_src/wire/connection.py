@@ -39,6 +39,9 @@ copied.
 """
 _LAST_WORDS_S: Final = 2.0
 _RELEASE_S: Final = 1.0
+_READABLE_S: Final = (
+    0.001  # only bytes of TLS that are no message keep a readable connection from giving some
+)
 _LONGEST_REASON: Final = 16 * 1024
 
 
@@ -155,6 +158,20 @@ class Connection:
                 return False
         is_message = header.kind is Kind.MESSAGE and not header.body_bytes
         return is_message and self._end - self._start >= header.head_bytes
+
+    def has_arrived(self) -> bool:
+        """Reads once from a connection whose descriptor is readable. True if a full message without a body is there.
+
+        It does not wait. If it returns False, ``receive`` may have to: the message is large, or a part of it is
+        missing, or the peer has ended the connection. Only the receiving thread may ask.
+
+        Raises:
+          OSError: The connection has ended.
+        """
+        if not self.has_frame() and self._header is None:
+            with self._receiving, contextlib.suppress(TimeoutError):
+                self._gather(HEADER_BYTES, time.monotonic() + _READABLE_S)
+        return self.has_frame()
 
     @property
     def is_checked(self) -> bool:

@@ -1,0 +1,567 @@
+"""``JobLoop``: the thread that owns the ``Job`` of a coordinator. It hands events to it, and carries its actions out.
+
+Callers, and threads that wait for tasks, put events into its queue. It sends and receives small messages of workers
+itself. It waits for no task, and for no other thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import selectors
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import count
+from typing import Any, Final, TypeVar, final
+
+from replicax._ps.client.session import Session
+from replicax._ps.coordinator.coordinator_options import CoordinatorOptions
+from replicax._ps.coordinator.limits import Limits
+from replicax._ps.coordinator.remote_value import RemoteValue
+from replicax._ps.coordinator.request_threads import RequestThreads
+from replicax._ps.coordinator.scheduled_work import SendableFunction, Work
+from replicax._ps.coordinator.task_requests import TaskRequests
+from replicax._ps.coordinator.worker_link import Answer, WorkerLink
+from replicax._ps.coordinator.worker_resource import Resource
+from replicax._ps.job import actions_out as actions
+from replicax._ps.job import events_in as events
+from replicax._ps.job.job_servers import JobServers
+from replicax._ps.job.machine import Job
+from replicax._ps.job.server_side import JobHooks
+from replicax._ps.job.setup import Setup
+from replicax._ps.transport.messages import Message
+from replicax._ps.worker.resources import WORKER_INDEX
+from replicax._src.program_kit.errors import CancelledError, WaitTimeoutError
+
+log = logging.getLogger("replicax")
+
+Value = TypeVar("Value")
+
+_END_S: Final = 15.0
+_STATISTICS_S: Final = 60.0
+_NUM_AT_ONCE: Final = 64  # events, before the owner looks at its links
+_NUM_AHEAD: Final = 1024  # events that the owner has not taken, before a caller waits for it
+_NUM_BETWEEN: Final = 8
+
+
+@final
+class JobLoop:
+    """Runs a job in a thread of its own, its *owner*. Any thread may call the methods of the first part.
+
+    It does not refer to the coordinator, so that the coordinator can be dropped.
+
+    Args:
+      session: The session with the tasks.
+      setup: The tasks and the options.
+      instances, first_epoch: See ``JobServers``.
+
+    Raises:
+      InvalidArgumentError: The options do not fit each other, or the servers.
+
+    Attributes:
+      is_closed: True once ``close`` was called, or the owner has ended.
+      servers: The parameter servers' side of the job. Use it after the end.
+    """
+
+    def __init__(self, session: Session, setup: Setup, instances: Sequence[str], first_epoch: int = 1):
+        self._session = session
+        self.servers: JobServers
+
+        def servers_of(hooks: JobHooks) -> JobServers:
+            self.servers = JobServers(hooks, instances, first_epoch)
+            return self.servers
+
+        self._job = Job(setup, servers_of)
+        self._events: deque[events.Event | Callable[[], None]] = deque()
+        self._values: dict[int, RemoteValue] = {}
+        self._works: dict[int, Work] = {}
+        self._resources: dict[str, Resource] = {}
+        self._waiting: dict[int, _Waiting] = {}
+        self._scheduling = threading.Lock()  # a function's number and its place in the queue are one step
+        self._numbers, self._waits = count(setup.first_number), count(1)
+        self._links: dict[str, WorkerLink] = {}
+        self._watched: dict[int, WorkerLink] = {}
+        self._came: dict[int, Message] = {}
+        self._threads = RequestThreads("replicax-requests")
+        self._requests = TaskRequests(session, self._threads, self.put)
+        self._bell = Bell()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._bell, selectors.EVENT_READ)
+        self.is_closed = self._is_over = self._is_asleep = self._has_ended = False
+        self._after_end = threading.RLock()  # the owner has ended: callers own the job in turn
+        self._thread = threading.Thread(target=self._run, name="replicax-coordinator", daemon=True)
+        self._carry_out: dict[type, Callable[[Any], None]] = {
+            actions.Ask: self._ask,
+            actions.Perform: self._requests.perform,
+            actions.OpenWorker: self._open,
+            actions.CloseWorker: self._close_link,
+            actions.SendToWorker: self._send,
+            actions.MakeProgram: self._make_program,
+            actions.Settle: self._settle,
+            actions.EndWait: self._end_wait,
+            actions.Log: _write,
+        }
+
+    # --- callers ---------------------------------------------------------------------------------------
+
+    def schedule(
+        self, name: str, value: RemoteValue, work: Work | None, error: BaseException | None = None
+    ) -> None:
+        """Queues a function. Waits while the queue is full. Raises the failure of an earlier function.
+
+        Args:
+          name: The name of the function.
+          value: The future of its result.
+          work: The function; None if it cannot run because of ``error``.
+        """
+        kind: Hashable = name
+        round_key, needs = None, _NO_NEEDS
+        if work is not None:
+            kind, needs = work.kind, work.sendable.needs
+            round_key = work.sendable.prepared.round_key
+        self.check()
+        with self._scheduling:
+            number = next(self._numbers)
+            self._values[number] = value
+            if work is not None:
+                self._works[number] = work
+            self.put(events.Scheduled(number, name, kind, needs, round_key, error))
+        if len(self._events) > _NUM_BETWEEN and not number % _NUM_BETWEEN:
+            time.sleep(0)  # otherwise the owner waits 5 ms for the interpreter lock
+
+    def check(self) -> None:
+        """Waits while the queue is full. Raises the failure of an earlier function, once nothing is in flight."""
+        if not self._job.has_room or len(self._events) > _NUM_AHEAD:
+            self._wait("room", "schedule()")
+
+    def join(self, timeout_s: float | None) -> None:
+        """Waits until all functions have ended. Raises the failure of an earlier function."""
+        self._wait("idle", "join()", timeout_s)
+
+    def done(self) -> bool:
+        """True if all functions have ended. Raises the failure of an earlier function."""
+        return self._wait("failure", "done()")
+
+    def add(self, resource: Resource) -> None:
+        """Has all workers make a resource."""
+        self._resources[resource.name] = resource
+        self.put(events.ResourceAdded(resource.name, resource.kind, resource.function))
+
+    def spec(self, name: str, timeout_s: float) -> Any:
+        """Waits for the first worker that has made a resource, and returns what the worker says of it.
+
+        Raises:
+          ClosureInputError: No worker could make it.
+          WaitTimeoutError: ``timeout_s`` has passed.
+        """
+        return self._wait("resource", f"The wait for {name!r}", timeout_s, name)
+
+    def drop(self, name: str) -> None:
+        """Lets workers drop a resource. Garbage collection calls it, in any thread, so it takes no lock."""
+        self._events.append(events.ResourceDropped(name))
+        self._wake()
+
+    def note_variables(self, num_made: int) -> None:
+        """Says how many variables were created in the session."""
+        self.put(events.VariablesMade(num_made))
+
+    def statistics(self) -> dict[str, Any]:
+        """Returns the statistics of the functions and of each task."""
+        return self._asked(self._job.statistics)
+
+    @property
+    def num_waiting_gradients(self) -> int:
+        """The number of gradients that wait for others of their round."""
+        return self._asked(lambda: self._job.num_waiting_gradients)
+
+    @property
+    def next_number(self) -> int:
+        """The number of the first function of the next job. This one takes no more."""
+        return next(self._numbers)
+
+    @property
+    def next_round(self) -> int:
+        """The number of the first round of the next job."""
+        return self._job.next_round
+
+    # --- life cycle ------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Starts the owner."""
+        self._session.note_variables = self.note_variables
+        self._thread.start()
+
+    def close(self) -> None:
+        """Cancels all functions and ends the threads, without waiting for them. May be called again."""
+        if not self.is_closed:
+            self.is_closed = True
+            self.put(events.Closed())
+
+    def join_threads(self, timeout_s: float = _END_S) -> None:
+        """Waits for the threads to end."""
+        until = time.monotonic() + timeout_s
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+        self._threads.join(until)
+
+    def end(self) -> None:
+        """Closes the job, and waits for the threads."""
+        self.close()
+        self.join_threads()
+
+    # --- the queue -------------------------------------------------------------------------------------
+
+    def put(self, item: events.Event | Callable[[], None]) -> None:
+        """Has the owner take an event, or call a function, after those that were put before."""
+        self._events.append(item)
+        if self._has_ended:
+            self._take_rest()
+        else:
+            self._wake()
+
+    def call_soon(self, function: Callable[[], None]) -> None:
+        self.put(function)
+
+    def _wake(self) -> None:
+        if self._is_asleep:
+            self._is_asleep = False
+            self._bell.ring()
+
+    def _wait(
+        self, kind: events.WaitKind, what: str, timeout_s: float | None = None, resource: str = ""
+    ) -> Any:
+        number, waiting = next(self._waits), _Waiting()
+        is_seen = False
+        try:
+            self._waiting[number] = waiting
+            self.put(events.WaitBegan(number, kind, resource))
+            if not waiting.is_over.wait(timeout_s):
+                raise self._too_long(what, timeout_s)
+            is_seen = True
+        finally:
+            if not is_seen:  # too late, or Ctrl-C
+                self._waiting.pop(number, None)
+                self.put(events.WaitGivenUp(number))
+        return waiting.result()
+
+    def _too_long(self, what: str, timeout_s: float | None) -> WaitTimeoutError:
+        counts = self._job.num_in_flight, self._job.num_queued
+        return WaitTimeoutError(
+            f"{what} has waited for {timeout_s:g} s: {counts[0]} scheduled functions are in flight and {counts[1]} "
+            "are queued. Wait longer, or look at coordinator.statistics()."
+        )
+
+    def _asked(self, question: Callable[[], Value]) -> Value:
+        """Returns what the owner answers."""
+        waiting = _Waiting()
+
+        def answer() -> None:
+            try:
+                waiting.end(None, question())
+            except Exception as error:
+                waiting.end(error)
+
+        self.put(answer)
+        if not waiting.is_over.wait(_STATISTICS_S):
+            raise WaitTimeoutError(f"The coordinator has not answered for {_STATISTICS_S:g} s.")
+        return waiting.result()
+
+    # --- the owner -------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        do: Callable[[], None] = lambda: self._act(self._job.start(time.monotonic()))  # noqa: E731
+        while not self._is_over:
+            try:
+                do()
+            except Exception as error:
+                self._fail(error)
+            do = self._step
+        self._end()
+
+    def _step(self) -> None:
+        for _ in range(min(len(self._events), _NUM_AT_ONCE)):
+            self._take(self._events.popleft())
+        wake_at = self._job.wake_at
+        if wake_at is not None and wake_at <= time.monotonic():
+            self._receive(events.TimePassed())
+            wake_at = self._job.wake_at
+        if not self._is_over:
+            self._look_at_links(None if wake_at is None else max(0.0, wake_at - time.monotonic()))
+
+    def _look_at_links(self, timeout_s: float | None) -> None:
+        self._is_asleep = True  # before the look at the queue: who puts an event there later rings
+        ready = self._selector.select(0 if self._events else timeout_s)
+        self._is_asleep = False
+        for key, _ in ready:
+            if key.data is None:
+                self._bell.silence()
+            elif self._watched.get(key.fd) is key.data:  # an earlier one of them may have closed it
+                key.data.arrived()
+
+    def _take(self, item: events.Event | Callable[[], None]) -> None:
+        if callable(item):
+            item()
+            return
+        self._receive(item)
+        if type(item) is events.Closed:
+            self._is_over = True
+        elif type(item) is events.ResourceDropped:
+            self._resources.pop(item.name, None)
+
+    def _receive(self, event: events.Event) -> None:
+        self._act(self._job.receive(event, time.monotonic()))
+
+    def _act(self, to_do: Sequence[actions.Action]) -> None:
+        for action in to_do:
+            self._carry_out[type(action)](action)
+
+    def _fail(self, error: Exception) -> None:
+        """Ends the job because its owner has failed, which is a bug. A second bug ends the owner."""
+        self._is_over = self._job.bug is not None
+        try:
+            self._act(self._job.fail(error))
+        except Exception:
+            log.exception("The coordinator could not end its job after an error, which is a bug in replicax.")
+            self._is_over = True
+
+    def _end(self) -> None:
+        self.is_closed = True
+        for link in list(self._links.values()):
+            link.close()
+        self._threads.close()
+        self._requests.close()
+        self._selector.close()
+        self._session.note_variables = _nothing
+        self._has_ended = True
+        self._take_rest()
+        error = self._job.bug or CancelledError("The coordinator was closed before it ended.")
+        for value in list(self._values.values()):  # none, unless the owner has failed
+            value.settle((), error)
+        for waiting in list(self._waiting.values()):
+            waiting.end(error)
+
+    def _take_rest(self) -> None:
+        """Takes the events that came too late for the owner."""
+        with self._after_end, contextlib.suppress(IndexError):
+            while True:
+                self._take(self._events.popleft())
+
+    # --- actions ---------------------------------------------------------------------------------------
+
+    def _ask(self, ask: actions.Ask) -> None:
+        link = self._links.get(ask.task)
+        if link is None:
+            self._requests.ask(ask)
+        else:
+            link.after_opening(lambda: self._requests.ask(ask))
+
+    def _open(self, action: actions.OpenWorker) -> None:
+        worker = action.worker
+        self._links[worker] = WorkerLink(
+            worker,
+            action.connection,
+            lambda timeout_s: self._requests.client(worker).open(timeout_s),
+            self,
+            self._threads,
+        )
+
+    def _close_link(self, action: actions.CloseWorker) -> None:
+        link = self._links.get(action.worker)
+        if link is not None and link.number == action.connection:
+            del self._links[action.worker]
+            link.close()
+
+    def _send(self, action: actions.SendToWorker) -> None:
+        link = self._links.get(action.worker)
+        if link is not None and link.number == action.connection:
+            works = [self._works[each.what] for each in action.requests if isinstance(each.what, int)]
+            link.send([self._message(each, works) for each in action.requests])
+
+    def _message(
+        self, request: actions.ToWorker, works: Sequence[Work]
+    ) -> Message | Mapping[str, Any] | Exception:
+        """Returns the message of a request, or the answer to it if there is none.
+
+        A program or a constant is for the one function of its write.
+        """
+        what, session = request.what, self._session
+        arrays: Sequence[Any] = ()
+        try:
+            match request.kind:
+                case "closure":
+                    assert isinstance(what, int)
+                    sendable = self._works[what].sendable
+                    if sendable.is_stale(session):  # the job has it traced again
+                        return {"need": sendable.signature, "end": None}
+                    fields, arrays = sendable.fields(), sendable.arrays
+                    fields["closure"] = session.incarnation, what
+                    fields["epoch"] = session.epoch
+                    fields |= request.header
+                case "program":
+                    fields, arrays = works[0].sendable.program(str(what))
+                case "constant":
+                    fields, arrays = {"op": "constant", "name": what}, [works[0].sendable.constant(str(what))]
+                case "resource":
+                    resource = self._resources[str(what)]
+                    fields, arrays = resource.fields(session.devices_per_worker), [resource.pickle]
+                case "release":
+                    fields = {"op": "release", "names": list(what) if isinstance(what, tuple) else [what]}
+        except Exception as error:
+            return error
+        fields["incarnation"] = session.incarnation
+        return Message(fields, arrays)
+
+    def _make_program(self, action: actions.MakeProgram) -> None:
+        work, request = self._works.get(action.function), action.request
+        if work is None:
+            self.put(events.Failed(request, CancelledError("The function has ended.")))
+            return
+
+        def make() -> events.FunctionNeeds:
+            sendable = work.made(action.signature, self._session)
+            self.put(lambda: self._made(work, sendable))
+            return sendable.needs
+
+        self._requests.carry_out(request, make)
+
+    @staticmethod
+    def _made(work: Work, sendable: SendableFunction) -> None:
+        work.sendable = sendable  # the job learns of it next
+
+    def _settle(self, action: actions.Settle) -> None:
+        value, work = self._values.pop(action.number, None), self._works.pop(action.number, None)
+        if value is None:
+            return
+        if action.error is not None or work is None:
+            value.settle((), action.error)
+        else:
+            answer = self._came[id(action.answer)]
+            value.settle(answer.arrays, assemble=work.assemble_for(answer))
+
+    def _end_wait(self, action: actions.EndWait) -> None:
+        waiting = self._waiting.pop(action.wait, None)
+        if waiting is not None:
+            waiting.end(action.error, action.value)
+
+    # --- links -----------------------------------------------------------------------------------------
+
+    def watch(self, link: WorkerLink) -> None:
+        descriptor = link.fileno()
+        if descriptor < 0:  # it has just ended
+            self.put(link.arrived)
+            return
+        self._forget(descriptor)  # of a link that has just ended
+        self._selector.register(descriptor, selectors.EVENT_READ, link)
+        self._watched[descriptor] = link
+
+    def watch_no_more(self, link: WorkerLink) -> None:
+        for descriptor, each in list(self._watched.items()):
+            if each is link:
+                self._forget(descriptor)
+
+    def _forget(self, descriptor: int) -> None:
+        if self._watched.pop(descriptor, None) is not None:
+            self._selector.unregister(descriptor)
+
+    def answered(self, link: WorkerLink, answers: Sequence[Answer]) -> None:
+        headers: list[Mapping[str, Any] | Exception] = []
+        for answer in answers:
+            if isinstance(answer, Message):
+                self._came[id(answer.header)] = answer
+                headers.append(answer.header)
+            else:
+                headers.append(answer)
+        try:
+            self._receive(events.WorkerAnswered(link.worker, link.number, headers))
+        finally:
+            self._came.clear()
+
+    def broke(self, link: WorkerLink, error: Exception) -> None:
+        self.put(events.WorkerBroke(link.worker, link.number, error))
+
+
+def begin_job(
+    session: Session, options: CoordinatorOptions, limits: Limits, before: JobLoop | None
+) -> JobLoop:
+    """Returns the loop of a new job of a session. It goes on where ``before``, the session's last job, has ended.
+
+    A server remembers the numbers of functions that it has applied for as long as the session lasts.
+    """
+    if before is not None:
+        before.end()
+    setup = Setup(
+        session.num_workers,
+        session.num_ps,
+        limits,
+        session.incarnation,
+        tuple(session.ps_addresses),
+        tuple(session.snapshot_intervals_s),
+        session.groups,
+        options.max_staleness,
+        options.replicas_to_aggregate,
+        options.on_ps_restart,
+        first_number=0 if before is None else before.next_number,
+        first_round=0 if before is None else before.next_round,
+        num_made=session.num_made,
+        last_epoch=0 if before is None else before.servers.last_epoch,
+        own_resources=frozenset({WORKER_INDEX}),
+    )
+    if before is None:
+        return JobLoop(session, setup, session.instances)
+    return JobLoop(session, setup, before.servers.instances, before.servers.next_epoch)
+
+
+_NO_NEEDS: Final = events.FunctionNeeds()
+
+
+@final
+class _Waiting:
+    """A caller that waits, and what it gets."""
+
+    def __init__(self) -> None:
+        self.is_over = threading.Event()
+        self._error: BaseException | None = None
+        self._value: Any = None
+
+    def end(self, error: BaseException | None, value: Any = None) -> None:
+        self._error, self._value = error, value
+        self.is_over.set()
+
+    def result(self) -> Any:
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+        return self._value
+
+
+@final
+class Bell:
+    """Wakes a thread that waits for descriptors. It is readable once it has been rung, until it is silenced."""
+
+    def __init__(self) -> None:
+        self._hears, self._rings = os.pipe()
+        for descriptor in (self._hears, self._rings):
+            os.set_blocking(descriptor, False)
+            weakref.finalize(self, os.close, descriptor)
+
+    def fileno(self) -> int:
+        return self._hears
+
+    def ring(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # it rings already
+            os.write(self._rings, b"\0")
+
+    def silence(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._hears, 4096)
+
+
+def _write(action: actions.Log) -> None:
+    log.log(action.level, "%s", action.text, exc_info=action.error)
+
+
+def _nothing(_: int) -> None:
+    """Nobody wants to know how many variables were created."""
