@@ -5,12 +5,12 @@ import queue
 import threading
 
 from replicax._ps.client.session import Session
+from replicax._ps.coordinator.job_loop import Bell
 from replicax._ps.store.store import Store
 from replicax._ps.strategy.coordinator_form import CoordinatorForm
 from replicax._ps.strategy.parameter_server import ParameterServerStrategy
 from replicax._ps.worker.resources import WorkerPlace
 from replicax._ps.worker.worker import Worker
-from replicax._src.vocabulary.errors import UnavailableError
 from store_connections import server_clients
 
 ME = "a coordinator"
@@ -24,7 +24,7 @@ def in_memory_strategy(workers=1, ps=1, partitioner=None, devices_per_worker=1, 
       told: The reports of workers, by number, that replace the true ones.
     """
     tasks = _Tasks(workers, ps, {"num_devices": devices_per_worker, "platform": "cpu"}, told or {})
-    session = Session(server_clients(tasks.stores, ME), tasks=tasks)
+    session = Session(server_clients(tasks.stores, ME), tasks=tasks, instances=tasks.addresses("ps"))
     strategy = ParameterServerStrategy._of_form(CoordinatorForm(session, devices_per_worker), partitioner)
     try:
         yield strategy
@@ -66,7 +66,7 @@ class _Client:
     def ask(self, what, header, timeout_s):
         return {"instance": self._name, "statistics": {}, **self._told}
 
-    def open(self):
+    def open(self, timeout_s):
         return _Link(self._task, self._name)
 
     def close(self):
@@ -79,22 +79,29 @@ class _Link:
     def __init__(self, task, name):
         self._task, self._name = task, name
         self._messages, self._answers = queue.Queue(), queue.Queue()
+        self._bell = Bell()
         threading.Thread(target=self._answer, name=f"in memory {name}", daemon=True).start()
 
     def send_all(self, messages, timeout_s):
         for message in messages:
             self._messages.put(message)
 
-    def receive_all(self, timeout_s):
-        answer = self._answers.get()
-        if answer is None:
-            self._answers.put(None)
-            raise UnavailableError("The link is closed.", self._name)
-        return [answer]
+    def fileno(self):
+        return self._bell.fileno()
+
+    def has_bytes(self):
+        return False
+
+    def receive_arrived(self):
+        self._bell.silence()
+        answers = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                answers.append(self._answers.get_nowait())
+        return answers
 
     def close(self):
         self._messages.put(None)
-        self._answers.put(None)
 
     def _answer(self):
         while (message := self._messages.get()) is not None:
@@ -102,3 +109,4 @@ class _Link:
                 self._answers.put(self._task.answer(message))
             except Exception as error:
                 self._answers.put(error)
+            self._bell.ring()

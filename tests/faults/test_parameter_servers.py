@@ -17,9 +17,8 @@ from faulty_network import faulty_server_cluster
 from replicax._ps.coordinator import (
     cluster_coordinator,
     limits,
-    pool_worker,
-    worker_connection,
 )
+from replicax._ps.job import worker_state
 from replicax.coordinator import ClusterCoordinator
 from replicax.errors import (
     CancelledError,
@@ -351,14 +350,14 @@ def test_the_counter_is_exact(job, num_kills):
 def test_the_counter_is_exact_when_workers_are_killed_amid_functions_that_travel_together(
     job, num_kills, monkeypatch
 ):
-    monkeypatch.setattr(pool_worker, "_FAST_S", 10.0)  # they are quick, however busy the machine is
-    amid, running = [], worker_connection.WorkerConnection.running
+    monkeypatch.setattr(worker_state, "_FAST_S", 10.0)  # they are quick, however busy the machine is
+    amid, running = [], worker_state.WorkerState.running
 
     def noted(self):
         amid.append(len(running(self)))
         return running(self)
 
-    monkeypatch.setattr(worker_connection.WorkerConnection, "running", noted)
+    monkeypatch.setattr(worker_state.WorkerState, "running", noted)
     job.schedule(10)  # what has finished once may travel with others
     job.join()
     scheduled, num_killed = kill_at_random(
@@ -466,8 +465,9 @@ def until_snapshots(job):
 
 def until_in_epoch(job):
     """All variables are in an epoch: parameter servers also take their own snapshots until the first request for one."""
-    epochs = job.coordinator._pool.servers._recovery._epochs
-    until(lambda: epochs._num_made == epochs._session.num_made, "all that was made is in an epoch")
+    together = job.coordinator._loop.servers._together
+    num_made = job.strategy.session.num_made
+    until(lambda: together._num_made == num_made, "all that was made is in an epoch")
 
 
 def until_updates(job, count):

@@ -96,17 +96,17 @@ def test_a_breakage_that_an_interrupted_caller_has_not_seen_is_over_once_it_is_m
 
 def test_callers_see_without_a_wait_whether_there_is_room():
     driven = DrivenJob(capacity=1)
-    assert driven.job.has_room
+    assert driven.job.room
     driven.schedule()
-    assert not driven.job.has_room
+    assert not driven.job.room
     driven.connect()
-    assert driven.job.has_room
+    assert driven.job.room
     driven.works(ERROR)
-    assert not driven.job.has_room
+    assert not driven.job.room
     driven.wait("failure")
-    assert driven.job.has_room
+    assert driven.job.room
     driven.do(Closed())
-    assert not driven.job.has_room
+    assert not driven.job.room
 
 
 def test_a_join_ends_with_the_last_function_and_not_before():

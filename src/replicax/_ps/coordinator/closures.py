@@ -180,7 +180,12 @@ class ClosureQueue:
 
     @property
     def is_full(self) -> bool:
-        return len(self._queued) >= self._capacity
+        return not self.room
+
+    @property
+    def room(self) -> int:
+        """The number of closures that may be queued now."""
+        return max(0, self._capacity - len(self._queued))
 
     @property
     def is_closed(self) -> bool:

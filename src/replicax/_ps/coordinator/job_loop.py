@@ -135,7 +135,7 @@ class JobLoop:
 
     def check(self) -> None:
         """Waits while the queue is full. Raises the failure of an earlier function, once nothing is in flight."""
-        if not self._job.has_room or len(self._events) > _NUM_AHEAD:
+        if len(self._events) >= min(self._job.room, _NUM_AHEAD):
             self._wait("room", "schedule()")
 
     def join(self, timeout_s: float | None) -> None:

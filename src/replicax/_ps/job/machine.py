@@ -128,10 +128,10 @@ class Job:
         }
 
     @property
-    def has_room(self) -> bool:
-        """True if a function may be scheduled now, so that a wait for room would end at once. Any thread may ask."""
+    def room(self) -> int:
+        """The number of functions that may be scheduled now, without a wait for room. Any thread may ask."""
         queue = self._state.queue
-        return self.bug is None and not (queue.is_full or queue.has_error or queue.is_closed)
+        return 0 if self.bug is not None or queue.has_error or queue.is_closed else queue.room
 
     @property
     def num_in_flight(self) -> int:
