@@ -11,8 +11,7 @@ import pytest
 
 import replicax as rx
 from memory_cluster import MemoryCluster, eventually
-from replicax._ps.coordinator.job_loop import JobLoop
-from replicax._ps.job import worker_state
+from replicax._ps.job import events_in, worker_state
 from replicax._src.input.dataset import OutOfRangeError
 from replicax._src.vocabulary.errors import (
     CancelledError,
@@ -261,19 +260,16 @@ def test_after_ctrl_c_in_schedule_each_function_still_runs_once(
     cluster, coordinator, quick, is_queued, monkeypatch
 ):
     step, _ = quick
-    put, main = JobLoop.put, threading.current_thread()
-    interrupts = [KeyboardInterrupt()]
-
-    def interrupted(self, item):
-        if threading.current_thread() is not main or not interrupts:
-            return put(self, item)
-        if is_queued:
-            put(self, item)
-        raise interrupts.pop()
-
     before = cluster.ps[0].counter
-    monkeypatch.setattr(JobLoop, "put", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        if is_queued:
+            patch.setattr(coordinator._loop, "_wake", interrupted)
+        else:
+            patch.setattr(events_in, "Scheduled", interrupted)
         coordinator.schedule(step, (100,))
     values = [coordinator.schedule(step, (x,)) for x in range(10, 30)]
     coordinator.join(JOIN_S)

@@ -45,7 +45,7 @@ _END_S: Final = 15.0
 _STATISTICS_S: Final = 60.0
 _NUM_AT_ONCE: Final = 64  # events, before the owner looks at its links
 _NUM_AHEAD: Final = 1024  # events that the owner has not taken, before a caller waits for it
-_NUM_BETWEEN: Final = 8
+_NUM_BETWEEN: Final = 4
 
 
 @final
@@ -91,7 +91,8 @@ class JobLoop:
         self._bell = Bell()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._bell, selectors.EVENT_READ)
-        self.is_closed = self._is_over = self._is_asleep = self._has_ended = False
+        self.is_closed = self._is_over = self._has_ended = False
+        self._is_asleep = self._may_wait = False  # the owner waits; and may do so although a function was put
         self._after_end = threading.RLock()  # the owner has ended: callers own the job in turn
         self._thread = threading.Thread(target=self._run, name="replicax-coordinator", daemon=True)
         self._carry_out: dict[type, Callable[[Any], None]] = {
@@ -129,8 +130,12 @@ class JobLoop:
             self._values[number] = value
             if work is not None:
                 self._works[number] = work
-            self.put(events.Scheduled(number, name, kind, needs, round_key, error))
-        if len(self._events) > _NUM_BETWEEN and not number % _NUM_BETWEEN:
+            self._events.append(events.Scheduled(number, name, kind, needs, round_key, error))
+        if self._has_ended:
+            self._take_rest()
+        elif not self._may_wait:
+            self._wake()
+        if not number % _NUM_BETWEEN and len(self._events) > _NUM_BETWEEN:
             time.sleep(0)  # otherwise the owner waits 5 ms for the interpreter lock
 
     def check(self) -> None:
@@ -283,8 +288,6 @@ class JobLoop:
         self._end()
 
     def _step(self) -> None:
-        for _ in range(min(len(self._events), _NUM_AT_ONCE)):
-            self._take(self._events.popleft())
         wake_at = self._job.wake_at
         if wake_at is not None and wake_at <= time.monotonic():
             self._receive(events.TimePassed())
@@ -292,10 +295,16 @@ class JobLoop:
         if not self._is_over:
             self._look_at_links(None if wake_at is None else max(0.0, wake_at - time.monotonic()))
 
+    def _take_events(self) -> None:
+        for _ in range(min(len(self._events), _NUM_AT_ONCE)):
+            self._take(self._events.popleft())
+
     def _look_at_links(self, timeout_s: float | None) -> None:
+        self._may_wait = self._job.may_wait
         self._is_asleep = True  # before the look at the queue: who puts an event there later rings
         ready = self._selector.select(0 if self._events else timeout_s)
-        self._is_asleep = False
+        self._is_asleep = self._may_wait = False
+        self._take_events()  # before the answers: a worker then takes several functions together
         for key, _ in ready:
             if key.data is None:
                 self._bell.silence()
@@ -545,7 +554,7 @@ class Bell:
         self._hears, self._rings = os.pipe()
         for descriptor in (self._hears, self._rings):
             os.set_blocking(descriptor, False)
-            weakref.finalize(self, os.close, descriptor)
+            weakref.finalize(self, os.close, descriptor).atexit = False
 
     def fileno(self) -> int:
         return self._hears

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import final
 
 
@@ -15,8 +14,8 @@ class WorkerClocks:
 
     def __init__(self) -> None:
         self.num_here = self.num_idle = 0
-        self._here: Counter[int] = Counter()
-        self._idle: Counter[int] = Counter()
+        self._here: dict[int, int] = {}
+        self._idle: dict[int, int] = {}
         self._least = 0
 
     @property
@@ -41,10 +40,10 @@ class WorkerClocks:
         """Counts a worker."""
         self._least = min(self._least, clock) if self.num_here else clock
         self.num_here += 1
-        self._here[clock] += 1
+        self._here[clock] = self._here.get(clock, 0) + 1
         if is_idle:
             self.num_idle += 1
-            self._idle[clock] += 1
+            self._idle[clock] = self._idle.get(clock, 0) + 1
 
     def leave(self, clock: int, *, is_idle: bool) -> None:
         """Counts a worker no longer."""
@@ -55,7 +54,9 @@ class WorkerClocks:
             _remove(self._idle, clock)
 
 
-def _remove(counts: Counter[int], clock: int) -> None:
-    counts[clock] -= 1
-    if not counts[clock]:
+def _remove(counts: dict[int, int], clock: int) -> None:
+    left = counts[clock] - 1
+    if left:
+        counts[clock] = left
+    else:
         del counts[clock]

@@ -53,6 +53,11 @@ class FunctionRules:
         else:
             queue.add(closure)
 
+    @property
+    def may_wait(self) -> bool:
+        """True if no worker takes a function before another event comes, such as the answer of a worker."""
+        return bool(self._queue.num_in_flight) and not self._hungry.has_idle and not self._queue.has_error
+
     # --- handing out -----------------------------------------------------------------------------------
 
     def back(self, worker: WorkerState) -> None:
@@ -73,6 +78,9 @@ class FunctionRules:
 
     def _serve(self, worker: WorkerState) -> None:
         """Gives a worker as many functions as it wants and may take."""
+        if not self._queue.num_queued:
+            self._place(worker)
+            return
         taken: list[Closure] = []
         most = worker.num_wanted(self._queue.in_flight(worker.name))
         while len(taken) < most and (closure := self._queue.take(worker.name)) is not None:

@@ -19,17 +19,30 @@ class HungryWorkers:
         self._queue = queue
         self._by_load: tuple[dict[WorkerState, None], ...] = ({}, {}, {})
         self._ahead: dict[WorkerState, None] = {}
+        self._place_of: dict[WorkerState, dict[WorkerState, None]] = {}
         self._slowest: int | None = None
 
     def put(self, worker: WorkerState, num_in_flight: int) -> None:
         """Adds a worker behind the others that are as busy."""
-        self.remove(worker)
-        self._by_load[min(num_in_flight, 2)][worker] = None
+        self._move(worker, self._by_load[num_in_flight if num_in_flight < 2 else 2])
+
+    def _move(self, worker: WorkerState, to: dict[WorkerState, None]) -> None:
+        before = self._place_of.get(worker)
+        if before is not None:
+            del before[worker]
+        self._place_of[worker] = to
+        to[worker] = None
 
     def remove(self, worker: WorkerState) -> None:
         """Removes a worker, if it is there."""
-        for workers in (*self._by_load, self._ahead):
-            workers.pop(worker, None)
+        place = self._place_of.pop(worker, None)
+        if place is not None:
+            del place[worker]
+
+    @property
+    def has_idle(self) -> bool:
+        """True if a worker that has at most one function wants more."""
+        return bool(self._by_load[0] or self._by_load[1])
 
     def next(self, *, only_idle: bool) -> WorkerState | None:
         """Returns a worker that may take a function now; None if there is none.
@@ -44,8 +57,7 @@ class HungryWorkers:
         for load, workers in enumerate(self._by_load[: 2 if only_idle else 3]):
             found, aside = self._first(workers, all_alike=load > 0 and self._queue.rounds is None)
             for worker in aside:
-                del workers[worker]
-                self._ahead[worker] = None
+                self._move(worker, self._ahead)
             if found is not None:
                 return found
         return None

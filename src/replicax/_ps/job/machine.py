@@ -44,7 +44,7 @@ class Job:
         self._resources = ResourceRules()
         self._functions = FunctionRules(state, self._servers, self._resources)
         self._workers = WorkerRules(state, self._functions, self._servers, self._resources)
-        self._rounds = RoundRules(state, self._servers)
+        self._rounds, self._has_rounds = RoundRules(state, self._servers), state.queue.rounds is not None
         self._waits = Waits(state, self._resources)
         self._record = EventRecord()
         self.bug: Exception | None = None
@@ -134,6 +134,11 @@ class Job:
         return 0 if self.bug is not None or queue.has_error or queue.is_closed else queue.room
 
     @property
+    def may_wait(self) -> bool:
+        """True if a function that is scheduled now may wait until another event comes: no worker wants it sooner."""
+        return self.bug is None and self._functions.may_wait
+
+    @property
     def num_in_flight(self) -> int:
         """The number of functions that workers have taken and that have not ended. Any thread may ask."""
         return self._state.queue.num_in_flight
@@ -166,7 +171,8 @@ class Job:
         while state.procedures.wake(state.now) or is_first:
             is_first = False
             self._functions.feed(only_idle=only_idle)
-            self._rounds.look()
+            if self._has_rounds:
+                self._rounds.look()
             if state.has_new_primaries:
                 state.has_new_primaries = False
                 self._workers.tell_primaries()

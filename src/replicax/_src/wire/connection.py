@@ -39,9 +39,6 @@ copied.
 """
 _LAST_WORDS_S: Final = 2.0
 _RELEASE_S: Final = 1.0
-_READABLE_S: Final = (
-    0.001  # only bytes of TLS that are no message keep a readable connection from giving some
-)
 _LONGEST_REASON: Final = 16 * 1024
 
 
@@ -160,17 +157,25 @@ class Connection:
         return is_message and self._end - self._start >= header.head_bytes
 
     def has_arrived(self) -> bool:
-        """Reads once from a connection whose descriptor is readable. True if a full message without a body is there.
+        """Reads once, without waiting. True if a full message without a body is here.
 
-        It does not wait. If it returns False, ``receive`` may have to: the message is large, or a part of it is
-        missing, or the peer has ended the connection. Only the receiving thread may ask.
+        If it returns False, ``receive`` may have to wait: the message is large, or a part of it is missing, or the
+        peer has ended the connection. Only the receiving thread may ask.
 
         Raises:
           OSError: The connection has ended.
         """
-        if not self.has_frame() and self._header is None:
-            with self._receiving, contextlib.suppress(TimeoutError):
-                self._gather(HEADER_BYTES, time.monotonic() + _READABLE_S)
+        if self.has_frame():
+            return True
+        with self._receiving:
+            buffered = self._end - self._start
+            if self._start + _FIRST_BYTES > _BUFFER_BYTES or not buffered:
+                self._buffer[:buffered] = bytes(self._buffer[self._start : self._end])
+                self._start, self._end = 0, buffered
+            size = self._stream.read_arrived(self._buffer[self._end : self._end + _FIRST_BYTES])
+            if size == 0:
+                raise PeerEndedError
+            self._end += size or 0
         return self.has_frame()
 
     @property

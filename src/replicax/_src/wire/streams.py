@@ -36,6 +36,10 @@ class Stream(Protocol):
         """
         ...
 
+    def read_arrived(self, memory: memoryview) -> int | None:
+        """Receives what has arrived, without waiting. None if nothing has; 0 at the end."""
+        ...
+
     def write(self, parts: Sequence[Part], deadline: float) -> None:
         """Sends all parts."""
         ...
@@ -83,6 +87,12 @@ class PlainStream:
                 return self._socket.recv_into(memory, 0, flags)
             except BlockingIOError:
                 continue
+
+    def read_arrived(self, memory: memoryview) -> int | None:
+        try:
+            return self._socket.recv_into(memory, 0, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return None
 
     def has_pending(self) -> bool:
         return False
@@ -170,21 +180,35 @@ class EncryptedStream:
             self._received = memoryview(bytearray(_RECEIVED_AT_ONCE))
         size, at = len(memory), 0
         while True:
-            with self._using:
-                try:
-                    while at < size:
-                        read = self._tls.read(size - at, memory[at:])  # type: ignore[arg-type]
-                        if not read:
-                            return at
-                        at += int(read)
-                except ssl.SSLWantReadError:
-                    pass
-                except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
-                    return at
-            if at and (at == size or not fill):
+            read, is_over = self._decrypt(memory[at:])
+            at += read
+            if is_over or (at and (at == size or not fill)):
                 return at
             if not self._receive(deadline):
                 return at
+
+    def read_arrived(self, memory: memoryview) -> int | None:
+        num_bytes = self._socket.read_arrived(self._received)
+        if num_bytes is not None:
+            self._take_in(num_bytes)
+        read, is_over = self._decrypt(memory)
+        return read if read or is_over else None
+
+    def _decrypt(self, memory: memoryview) -> tuple[int, bool]:
+        """Returns how many bytes of those that are here were read, and whether the stream has ended."""
+        size, at = len(memory), 0
+        with self._using:
+            try:
+                while at < size:
+                    read = self._tls.read(size - at, memory[at:])  # type: ignore[arg-type]
+                    if not read:
+                        return at, True
+                    at += int(read)
+            except ssl.SSLWantReadError:
+                pass
+            except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
+                return at, True
+        return at, False
 
     def has_pending(self) -> bool:
         with self._using:
@@ -218,9 +242,13 @@ class EncryptedStream:
     def _receive(self, deadline: float, most_bytes: int = _RECEIVED_AT_ONCE) -> int:
         """Waits for data and gives it to OpenSSL; returns 0 at the end of the stream."""
         num_bytes = self._socket.read(self._received[:most_bytes], deadline, fill=False)
+        self._take_in(num_bytes)
+        return num_bytes
+
+    def _take_in(self, num_bytes: int) -> None:
+        """Gives OpenSSL what was received; nothing at the end of the stream."""
         with self._using:
             if num_bytes:
                 self._incoming.write(self._received[:num_bytes])
             else:
                 self._incoming.write_eof()
-        return num_bytes
