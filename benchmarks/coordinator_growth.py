@@ -29,6 +29,7 @@ _NEEDS: Final = FunctionNeeds(("a program",), ("a constant",), num_bytes=8)
 _FUNCTION_S: Final = 0.0002, 0.0004  # of a worker, evenly distributed
 _LATENCY_S: Final = 0.0005, 0.0015
 _NUM_AHEAD: Final = 5_000  # functions that are queued while others run
+_DEPTH: Final = 32  # the most functions that a worker has at a time
 _WARM_UP: Final = 60  # functions for each worker, until the depths have settled
 _HEARTBEAT_S: Final = 3  # simulated seconds without functions
 
@@ -39,7 +40,8 @@ class Case:
 
     Attributes:
       name: A row of the table.
-      num_ahead: The number of functions that are queued while others run; 0 if each is scheduled after the last ended.
+      num_ahead: The least number of functions that are queued while others run; 0 if each is scheduled after the last
+        has ended.
       max_staleness: As in ``ClusterCoordinator``.
       aggregated: ``replicas_to_aggregate`` for each worker; None for no rounds.
     """
@@ -95,7 +97,7 @@ class SimulatedCluster:
         self._carry_out(self._job.start(0.0))
         self.pass_time(0.5)
         assert all(worker["connected"] for worker in self._job.statistics()["workers"].values())
-        for _ in range(case.num_ahead):
+        for _ in range(case.num_ahead + _DEPTH * num_workers if case.num_ahead else 0):
             self._schedule()
 
     def run(self, num_functions: int) -> None:
