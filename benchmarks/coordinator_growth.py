@@ -32,6 +32,7 @@ _NUM_AHEAD: Final = 5_000  # functions that are queued while others run
 _DEPTH: Final = 32  # the most functions that a worker has at a time
 _WARM_UP: Final = 60  # functions for each worker, until the depths have settled
 _HEARTBEAT_S: Final = 3  # simulated seconds without functions
+_LONGEST_S: Final = 600.0  # simulated seconds in which so few functions have surely ended
 
 
 @dataclass(frozen=True)
@@ -102,10 +103,11 @@ class SimulatedCluster:
 
     def run(self, num_functions: int) -> None:
         """Runs so many functions. As many are queued before and after, if several are queued."""
-        until = self.num_ended + num_functions
+        until, latest = self.num_ended + num_functions, self._now + _LONGEST_S
         if not self._case.num_ahead:
             self._schedule()
         while self.num_ended < until:
+            assert self._now < latest, "The job gives functions to no worker."
             num_ended = self.num_ended
             self._next()
             for _ in range(self.num_ended - num_ended):
@@ -121,7 +123,9 @@ class SimulatedCluster:
     @property
     def depth(self) -> int:
         """The middle of the depths of the workers: how many functions each may have at a time."""
-        return round(statistics.median(worker["depth"] for worker in self._job.statistics()["workers"].values()))
+        return round(
+            statistics.median(worker["depth"] for worker in self._job.statistics()["workers"].values())
+        )
 
     def _schedule(self) -> None:
         self._do(Scheduled(next(self._numbers), "f", "f", _NEEDS, self._round_key), is_of_function=True)
@@ -213,7 +217,9 @@ def alone(measure: Callable[[], float]) -> float:
 def cell(values: Sequence[float]) -> str:
     """Returns the median, the smallest and the largest."""
     digits = 1 if statistics.median(values) < 1000 else 0
-    middle, least, most = (f"{each:,.{digits}f}" for each in (statistics.median(values), min(values), max(values)))
+    middle, least, most = (
+        f"{each:,.{digits}f}" for each in (statistics.median(values), min(values), max(values))
+    )
     return f"{middle} ({least}–{most})"
 
 
@@ -241,13 +247,13 @@ def main() -> None:
     }
     for (_, num_workers), cluster in clusters.items():
         cluster.run(_WARM_UP * num_workers)
+    idle = {num: SimulatedCluster(CASES[0], num, options.servers) for num in options.workers}
     functions: dict[tuple[Case, int], list[float]] = {key: [] for key in clusters}
     heartbeats: dict[int, list[float]] = {num_workers: [] for num_workers in options.workers}
     for _ in range(options.rounds):
         for key, cluster in clusters.items():
             functions[key].append(alone(lambda cluster=cluster: function_us(cluster, options.functions)))
-        for num_workers in options.workers:
-            cluster = clusters[cases[0], num_workers]
+        for num_workers, cluster in idle.items():
             heartbeats[num_workers].append(alone(lambda cluster=cluster: heartbeats_us(cluster)))
     print(f"| µs | {' | '.join(f'{num:,} workers' for num in options.workers)} | growth |")
     print(f"|---|{'--:|' * (len(options.workers) + 1)}")

@@ -19,7 +19,8 @@ class HungryWorkers:
         self._queue = queue
         self._by_load: tuple[dict[WorkerState, None], ...] = ({}, {}, {})
         self._ahead: dict[WorkerState, None] = {}
-        self._slowest: int | None = None
+        self._everywhere = *self._by_load, self._ahead
+        self._slowest: int | None = None  # when those were put aside
 
     def put(self, worker: WorkerState, num_in_flight: int) -> None:
         """Adds a worker behind the others that are as busy."""
@@ -28,7 +29,7 @@ class HungryWorkers:
 
     def remove(self, worker: WorkerState) -> None:
         """Removes a worker, if it is there."""
-        for workers in (*self._by_load, self._ahead):
+        for workers in self._everywhere:
             workers.pop(worker, None)
 
     def next(self, *, only_idle: bool) -> WorkerState | None:
@@ -40,9 +41,14 @@ class HungryWorkers:
         """
         if not self._queue.has_work:
             return None
-        self._return_those_ahead()
+        if self._ahead:
+            self._return_those_ahead()
         for load, workers in enumerate(self._by_load[: 2 if only_idle else 3]):
+            if not workers:
+                continue
             found, aside = self._first(workers, all_alike=load > 0 and self._queue.rounds is None)
+            if aside:
+                self._slowest = self._queue.slowest_clock
             for worker in aside:
                 del workers[worker]
                 self._ahead[worker] = None
@@ -65,8 +71,8 @@ class HungryWorkers:
         return None, aside
 
     def _return_those_ahead(self) -> None:
-        slowest, before = self._queue.slowest_clock, self._slowest
-        self._slowest = slowest
-        if self._ahead and slowest != before:
-            for worker in list(self._ahead):
-                self.put(worker, self._queue.in_flight(worker.name))
+        if self._queue.slowest_clock != self._slowest:
+            workers = list(self._ahead)
+            self._ahead.clear()
+            for worker in workers:  # behind the others, as ``put`` adds them
+                self._by_load[min(self._queue.in_flight(worker.name), 2)][worker] = None
