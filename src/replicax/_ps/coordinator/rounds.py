@@ -96,9 +96,10 @@ class Rounds:
         """
         if key is None:
             return True
-        numbers = {each.number for each in self._rounds.values()}
-        if any(number is not None and number not in numbers for number in rounds):
-            return False
+        if rounds:
+            numbers = {each.number for each in self._rounds.values()}
+            if any(number is not None and number not in numbers for number in rounds):
+                return False
         found = self._rounds.get(key)
         if found is None:
             return not rounds or self.num_gradients > num_idle

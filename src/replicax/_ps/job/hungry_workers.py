@@ -20,7 +20,7 @@ class HungryWorkers:
         self._by_load: tuple[dict[WorkerState, None], ...] = ({}, {}, {})
         self._ahead: dict[WorkerState, None] = {}
         self._place_of: dict[WorkerState, dict[WorkerState, None]] = {}
-        self._slowest: int | None = None
+        self._slowest: int | None = None  # when those ahead were put aside
 
     def put(self, worker: WorkerState, num_in_flight: int) -> None:
         """Adds a worker behind the others that are as busy."""
@@ -53,9 +53,14 @@ class HungryWorkers:
         """
         if not self._queue.has_work:
             return None
-        self._return_those_ahead()
+        if self._ahead:
+            self._return_those_ahead()
         for load, workers in enumerate(self._by_load[: 2 if only_idle else 3]):
+            if not workers:
+                continue
             found, aside = self._first(workers, all_alike=load > 0 and self._queue.rounds is None)
+            if aside:
+                self._slowest = self._queue.slowest_clock
             for worker in aside:
                 self._move(worker, self._ahead)
             if found is not None:
@@ -77,8 +82,6 @@ class HungryWorkers:
         return None, aside
 
     def _return_those_ahead(self) -> None:
-        slowest, before = self._queue.slowest_clock, self._slowest
-        self._slowest = slowest
-        if self._ahead and slowest != before:
+        if self._queue.slowest_clock != self._slowest:
             for worker in list(self._ahead):
                 self.put(worker, self._queue.in_flight(worker.name))
