@@ -163,7 +163,7 @@ def step() -> None:
 def scheduled_function() -> None:
     picture = Picture(760, 372, "The path of a scheduled function")
     for x, name, colour, boxes in (
-        (24, "coordinator", COLOURS[0], ("trace", "ClosureQueue", "WorkerPool")),
+        (24, "coordinator", COLOURS[0], ("trace", "Job", "JobLoop")),
         (284, "worker", COLOURS[1], ("take elements", "compute", "client of servers")),
         (544, "parameter server", COLOURS[2], ("session", "store", "log")),
     ):

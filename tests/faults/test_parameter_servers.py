@@ -14,11 +14,8 @@ import pytest
 import replicax as rx
 from checks import message
 from faulty_network import faulty_server_cluster
-from replicax._ps.coordinator import (
-    cluster_coordinator,
-    limits,
-)
-from replicax._ps.job import worker_state
+from replicax._ps.coordinator import cluster_coordinator
+from replicax._ps.job import limits, worker_state
 from replicax.coordinator import ClusterCoordinator
 from replicax.errors import (
     CancelledError,

@@ -9,7 +9,7 @@ import pytest
 
 import replicax as rx
 from replicax._ps.coordinator import cluster_coordinator
-from replicax._ps.coordinator.limits import Limits
+from replicax._ps.job.limits import Limits
 from replicax.coordinator import ClusterCoordinator
 from replicax.testing import server_cluster
 

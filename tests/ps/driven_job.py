@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any, TypeVar
 
-from replicax._ps.coordinator.limits import Limits
 from replicax._ps.job.actions_out import (
     Action,
     Ask,
@@ -25,6 +24,7 @@ from replicax._ps.job.events_in import (
     WorkerAnswered,
     WorkerBroke,
 )
+from replicax._ps.job.limits import Limits
 from replicax._ps.job.machine import Job
 from replicax._ps.job.server_side import NoServers
 from replicax._ps.job.setup import Setup

@@ -13,8 +13,8 @@ from ps_simulation.names import Names
 from ps_simulation.server_task import ServerTask, ps
 from ps_simulation.snapshot_disk import Disk
 from ps_simulation.worker_task import WorkerTask, worker
-from replicax._ps.coordinator.limits import Limits
 from replicax._ps.job.events_in import Closed, FunctionNeeds
+from replicax._ps.job.limits import Limits
 from replicax._src.vocabulary.errors import (
     CancelledError,
     InvalidArgumentError,

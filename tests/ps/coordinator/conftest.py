@@ -2,7 +2,7 @@ import pytest
 
 from memory_cluster import MemoryCluster
 from replicax._ps.coordinator import cluster_coordinator
-from replicax._ps.coordinator.limits import Limits
+from replicax._ps.job.limits import Limits
 
 
 @pytest.fixture

@@ -265,12 +265,11 @@ def test_after_ctrl_c_in_schedule_each_function_still_runs_once(
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        if is_queued:
-            patch.setattr(coordinator._loop, "_wake", interrupted)
-        else:
-            patch.setattr(events_in, "Scheduled", interrupted)
-        coordinator.schedule(step, (100,))
+    where = (coordinator._loop, "_wake") if is_queued else (events_in, "Scheduled")
+    with monkeypatch.context() as patch:
+        patch.setattr(*where, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            coordinator.schedule(step, (100,))
     values = [coordinator.schedule(step, (x,)) for x in range(10, 30)]
     coordinator.join(JOIN_S)
     assert coordinator.fetch(values) == list(range(10, 30))
@@ -289,9 +288,10 @@ def test_a_failure_that_ctrl_c_hides_is_raised_by_the_next_join(coordinator, mon
             raise interrupts.pop()
         return is_set
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(threading.Event, "wait", interrupted)
-        coordinator.join(JOIN_S)
+        with pytest.raises(KeyboardInterrupt):
+            coordinator.join(JOIN_S)
     with pytest.raises(RemoteError, match="no luck"):
         coordinator.join(JOIN_S)
     coordinator.join(JOIN_S)

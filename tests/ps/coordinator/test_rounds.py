@@ -11,7 +11,7 @@ import pytest
 import replicax as rx
 from checks import message
 from in_memory_servers import in_memory_strategy
-from replicax._ps.coordinator.closures import ClosureQueue
+from replicax._ps.job.closures import ClosureQueue
 from replicax._src.variables.partitioners import FixedShardsPartitioner
 from replicax.coordinator import ClusterCoordinator
 from replicax.errors import InvalidArgumentError, UnsupportedError

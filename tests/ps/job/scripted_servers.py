@@ -4,9 +4,9 @@ import heapq
 from itertools import count
 
 from replicax._ps.client.groups import Groups
-from replicax._ps.coordinator.limits import Limits
 from replicax._ps.job.actions_out import Ask, Perform
 from replicax._ps.job.job_servers import JobServers
+from replicax._ps.job.limits import Limits
 from replicax._ps.job.procedures import Procedures
 from replicax._ps.job.setup import Setup
 from replicax._src.vocabulary.errors import InvalidArgumentError, RemoteError, UnavailableError

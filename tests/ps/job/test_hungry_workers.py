@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicax._ps.coordinator.closures import ClosureQueue
+from replicax._ps.job.closures import ClosureQueue
 from replicax._ps.job.hungry_workers import HungryWorkers
 from replicax._ps.job.worker_state import WorkerState
 

@@ -1,9 +1,9 @@
 """Datasets and values that each worker makes: sent, made, lost, dropped."""
 
 from driven_job import DrivenJob, connected
-from replicax._ps.coordinator.limits import Limits
 from replicax._ps.job.actions_out import SendToWorker
 from replicax._ps.job.events_in import FunctionNeeds, ResourceAdded, ResourceDropped
+from replicax._ps.job.limits import Limits
 from replicax._ps.worker.resources import WORKER_INDEX
 from replicax._src.vocabulary.errors import ClosureInputError, InvalidArgumentError
 

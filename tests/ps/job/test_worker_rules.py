@@ -5,9 +5,9 @@ import logging
 import pytest
 
 from driven_job import DrivenJob, connected
-from replicax._ps.coordinator.limits import Limits
 from replicax._ps.job.actions_out import Ask, CloseWorker, Log, OpenWorker, SendToWorker
 from replicax._ps.job.events_in import Answered, Failed, WorkerAnswered
+from replicax._ps.job.limits import Limits
 from replicax._src.vocabulary.errors import DeviceError, RemoteError, StaleCoordinatorError, UnavailableError
 
 

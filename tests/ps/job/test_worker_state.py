@@ -2,8 +2,8 @@
 
 import pytest
 
-from replicax._ps.coordinator.closures import Closure
 from replicax._ps.job.actions_out import ToWorker
+from replicax._ps.job.closures import Closure
 from replicax._ps.job.events_in import FunctionNeeds
 from replicax._ps.job.worker_state import WorkerState
 

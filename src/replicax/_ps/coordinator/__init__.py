@@ -1,1 +1,1 @@
-"""The process that schedules functions: the queue of closures, the worker pool, and the monitors of tasks."""
+"""The process that schedules functions: ``ClusterCoordinator``, and the loop that runs its job (``_ps/job``)."""

@@ -17,12 +17,12 @@ import jax
 from replicax._ps.client.session import Session
 from replicax._ps.coordinator.coordinator_options import CoordinatorOptions
 from replicax._ps.coordinator.job_loop import JobLoop, begin_job
-from replicax._ps.coordinator.limits import Limits
 from replicax._ps.coordinator.per_worker import PerWorkerDataset, PerWorkerValues
 from replicax._ps.coordinator.remote_value import RemoteValue, check_not_traced, fetched
 from replicax._ps.coordinator.resource_recipe import per_worker_dataset, per_worker_values
 from replicax._ps.coordinator.scheduled_work import SendableFunction, Work
 from replicax._ps.coordinator.statistics import status_of
+from replicax._ps.job.limits import Limits
 from replicax._ps.job.setup import OnPsRestart
 from replicax._ps.strategy.remote_closures import Closures
 from replicax._ps.strategy.strategy_form import StrategyForm

@@ -20,7 +20,6 @@ from typing import Any, Final, TypeVar, final
 
 from replicax._ps.client.session import Session
 from replicax._ps.coordinator.coordinator_options import CoordinatorOptions
-from replicax._ps.coordinator.limits import Limits
 from replicax._ps.coordinator.remote_value import RemoteValue
 from replicax._ps.coordinator.request_threads import RequestThreads
 from replicax._ps.coordinator.scheduled_work import SendableFunction, Work
@@ -30,6 +29,7 @@ from replicax._ps.coordinator.worker_resource import Resource
 from replicax._ps.job import actions_out as actions
 from replicax._ps.job import events_in as events
 from replicax._ps.job.job_servers import JobServers
+from replicax._ps.job.limits import Limits
 from replicax._ps.job.machine import Job
 from replicax._ps.job.server_side import JobHooks
 from replicax._ps.job.setup import Setup

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, final
 
-from replicax._ps.coordinator.closures import Closure
 from replicax._ps.job.actions_out import Settle
+from replicax._ps.job.closures import Closure
 from replicax._ps.job.events_in import FunctionNeeds, Scheduled
 from replicax._ps.job.function_sending import FunctionSending
 from replicax._ps.job.hungry_workers import HungryWorkers

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final, final
 
-from replicax._ps.coordinator.closures import Closure
 from replicax._ps.job.actions_out import SendToWorker, ToWorker
+from replicax._ps.job.closures import Closure
 from replicax._ps.job.events_in import FunctionNeeds
 from replicax._ps.job.resource_rules import ResourceRules
 from replicax._ps.job.shared_state import JobState

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import final
 
-from replicax._ps.coordinator.closures import ClosureQueue
+from replicax._ps.job.closures import ClosureQueue
 from replicax._ps.job.worker_state import WorkerState
 
 

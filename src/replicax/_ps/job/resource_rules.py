@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
-from replicax._ps.coordinator.closures import MAX_DEATHS, MAX_DEATHS_OF_PROVEN
+from replicax._ps.job.closures import MAX_DEATHS, MAX_DEATHS_OF_PROVEN
 from replicax._ps.job.events_in import ResourceAdded
 from replicax._src.program_kit.errors import ClosureInputError
 

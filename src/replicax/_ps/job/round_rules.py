@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final, final
 
-from replicax._ps.coordinator.rounds import Round, Rounds
 from replicax._ps.job.procedures import Operation, Pause, Procedure
+from replicax._ps.job.rounds import Round, Rounds
 from replicax._ps.job.server_side import ServerSide
 from replicax._ps.job.shared_state import JobState
 from replicax._src.program_kit.errors import StaleCoordinatorError, UnavailableError

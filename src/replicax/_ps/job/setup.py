@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal, final
 
 from replicax._ps.client.groups import Groups
-from replicax._ps.coordinator.closures import CAPACITY
-from replicax._ps.coordinator.limits import Limits
+from replicax._ps.job.closures import CAPACITY
+from replicax._ps.job.limits import Limits
 
 OnPsRestart = Literal["continue", "rewind"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any, final
 
-from replicax._ps.coordinator.closures import ClosureQueue, Ended
 from replicax._ps.job.actions_out import Action, Log, Settle
+from replicax._ps.job.closures import ClosureQueue, Ended
 from replicax._ps.job.procedures import Procedures
 from replicax._ps.job.setup import Setup
 

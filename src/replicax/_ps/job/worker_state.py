@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, final
 
-from replicax._ps.coordinator.closures import Closure
 from replicax._ps.job.actions_out import ToWorker
+from replicax._ps.job.closures import Closure
 from replicax._ps.job.events_in import FunctionNeeds
 
 _DEPTH: Final = 2  # functions in flight; 1 if they are slow

@@ -202,5 +202,5 @@ def _make_parts(strategy: ParameterServerStrategy) -> StrategyParts:
     placement = ServerPlacement(
         topology, strategy.session, strategy.run_here, bindings, strategy.variable_partitioner
     )
-    runner = RemoteRunner(strategy, strategy.run_replica_here)
+    runner = RemoteRunner(strategy, strategy.form, strategy.run_replica_here)
     return StrategyParts(topology, placement, bindings, runner)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import jax
 import numpy as np
@@ -27,10 +27,8 @@ from replicax._src.program_kit.captures import (
 )
 from replicax._src.program_kit.errors import InvalidArgumentError, UnsupportedError
 from replicax._src.program_kit.own_process import compiling
+from replicax._src.program_kit.strategy_parts import Strategy
 from replicax._src.program_kit.variables import Scope, is_variable
-
-if TYPE_CHECKING:
-    from replicax._ps.strategy.parameter_server import ParameterServerStrategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +103,7 @@ class Closures:
       session: The session that has the variables.
     """
 
-    def __init__(self, strategy: ParameterServerStrategy, session: Session):
+    def __init__(self, strategy: Strategy, session: Session):
         self._strategy, self._session = strategy, session
         self._bindings = BindingTable(1)  # for cross-replica code
         self._cache: ProgramCache[WorkerFunction] = ProgramCache()
@@ -174,7 +172,7 @@ class Closures:
             fn, args, kwargs = form.opened(with_keys(*tracers), taken)
             with Scope(self._strategy), taking_from(elements):
                 return (
-                    run_on_replicas(self._strategy, fn, args, kwargs)
+                    run_on_replicas(self._strategy, self._session, fn, args, kwargs)
                     if is_replica_function
                     else fn(*args, **kwargs)
                 )

@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import jax
 
+from replicax._ps.client.session import Session
 from replicax._ps.programs.replicas import Observers, PlacedReplicas
 from replicax._ps.programs.variable_changes import Events
+from replicax._ps.strategy.strategy_form import StrategyForm
 from replicax._src.program_kit.captures import Call, current_capture, name_of
 from replicax._src.program_kit.errors import UnsupportedError
-from replicax._src.program_kit.strategy_parts import ReplicaCall, RunOptions
+from replicax._src.program_kit.strategy_parts import ReplicaCall, RunOptions, Strategy
 from replicax._src.program_kit.traced_programs import Topology
 from replicax._src.program_kit.variables import call_replica, is_value
 
-if TYPE_CHECKING:
-    from replicax._ps.strategy.parameter_server import ParameterServerStrategy
-
 
 def run_on_replicas(
-    strategy: ParameterServerStrategy, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    strategy: Strategy,
+    session: Session,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
 ) -> Any:
     """Adds a replica function to the function that is being traced."""
     if strategy.num_replicas_in_sync > 1:
-        return _run_on_several(strategy, fn, args, kwargs)
+        return _run_on_several(strategy, session, fn, args, kwargs)
     return call_replica(strategy, fn, args, kwargs)
 
 
-def run_as_one(strategy: ParameterServerStrategy, fn: Callable[..., Any], batch: Any) -> Any:
+def run_as_one(strategy: Strategy, fn: Callable[..., Any], batch: Any) -> Any:
     """Calls ``fn`` with a full batch, in the function that is being traced, and computes it on all devices of a
     worker.
 
@@ -52,10 +55,14 @@ def run_as_one(strategy: ParameterServerStrategy, fn: Callable[..., Any], batch:
 
 
 def _run_on_several(
-    strategy: ParameterServerStrategy, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    strategy: Strategy,
+    session: Session,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
 ) -> Any:
     topology = Topology.elsewhere(
-        strategy.num_replicas_in_sync, is_cpu=strategy.session.platforms == ("cpu",)
+        strategy.num_replicas_in_sync, is_cpu=session.platforms == ("cpu",)
     )
     observers = Observers()
     call = ReplicaCall.traced(strategy, topology, Call(fn, args, kwargs, is_value), observers.observe)
@@ -71,15 +78,17 @@ class RemoteRunner:
 
     Args:
       strategy: The strategy.
+      form: The way in which it uses parameter servers.
       run_here: Runs a replica function in this process, given its arguments.
     """
 
     def __init__(
         self,
-        strategy: ParameterServerStrategy,
+        strategy: Strategy,
+        form: StrategyForm,
         run_here: Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any],
     ):
-        self._strategy, self._run_here = strategy, run_here
+        self._strategy, self._form, self._run_here = strategy, form, run_here
 
     def run(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: RunOptions
@@ -93,11 +102,11 @@ class RemoteRunner:
             )
         capture = current_capture()
         if capture is None:
-            self._strategy.form.note_run_here(name_of(fn))
+            self._form.note_run_here(name_of(fn))
             return self._run_here(fn, args, kwargs)
         capture.use_strategy(self._strategy)  # an rx.function records it, and runs in this process
         assert isinstance(capture.observer, Events)
-        return run_on_replicas(self._strategy, fn, args, kwargs)
+        return run_on_replicas(self._strategy, self._form.session, fn, args, kwargs)
 
     def check_eager(self) -> None:
         """Raises UnsupportedError."""

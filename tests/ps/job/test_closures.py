@@ -13,7 +13,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from replicax._ps.coordinator.closures import CAPACITY, ClosureQueue
+from replicax._ps.job.closures import CAPACITY, ClosureQueue
 from replicax._src.vocabulary.errors import (
     CancelledError,
     InvalidArgumentError,

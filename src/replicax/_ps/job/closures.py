@@ -30,8 +30,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from replicax._ps.coordinator.rounds import Round, Rounds
-from replicax._ps.coordinator.worker_clocks import WorkerClocks
+from replicax._ps.job.rounds import Round, Rounds
+from replicax._ps.job.worker_clocks import WorkerClocks
 from replicax._src.program_kit.errors import CancelledError, InvalidArgumentError, RemoteError
 
 CAPACITY = 256 * 1024

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from replicax._ps.coordinator.closures import ClosureQueue
+from replicax._ps.job.closures import ClosureQueue
 
 
 @pytest.mark.parametrize("seed", range(20))
