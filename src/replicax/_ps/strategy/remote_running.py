@@ -61,9 +61,7 @@ def _run_on_several(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    topology = Topology.elsewhere(
-        strategy.num_replicas_in_sync, is_cpu=session.platforms == ("cpu",)
-    )
+    topology = Topology.elsewhere(strategy.num_replicas_in_sync, is_cpu=session.platforms == ("cpu",))
     observers = Observers()
     call = ReplicaCall.traced(strategy, topology, Call(fn, args, kwargs, is_value), observers.observe)
     placed = PlacedReplicas(call, observers)
