@@ -1,7 +1,7 @@
 """Plants small faults in rules, one at a time, and runs the quick tests that should find each.
 
 ``python tools/planted_faults.py`` runs all faults that have no result yet, in trees of hard links in ``build/faults``:
-those of the core, ``planted_faults.toml``, and those of the parameter servers, ``planted_faults_servers.toml``. It prints
+those of the core (``planted_faults.toml``) and of the parameter servers (``planted_faults_servers.toml``). It prints
 a line for each fault and ends with 1 if one is not found. A result holds until the fault, its file or its tests change;
 ``--again`` forgets all of them.
 """
