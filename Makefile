@@ -98,7 +98,8 @@ help:
 	@echo "make bench      run the benchmarks"
 	@echo "make bench-failures  train while workers are killed, beside restarts, torchft and torchrun (an hour; ROUNDS=3, DURATION=60)"
 	@echo "make seams      print how the files hang together, beside what it may come to"
-	@echo "make planted-faults  plant small faults in the core's rules, and run the quick tests that should find each (a quarter of an hour)"
+	@echo "make planted-faults  plant small faults in rules of the core and of parameter servers, and run the quick tests that should"
+	@echo "                find each (a quarter of an hour for the core; LIST=core or LIST=servers for one of the two)"
 	@echo "make clean      remove the environments and everything that was built or cached"
 
 demo: $(STAMP)
@@ -243,10 +244,11 @@ bench-failures: $(STAMP) $(TORCHFT_STAMP)
 	@echo "bench-failures: benchmarks/failures.py, kill -9 of a worker every 20 s"
 	@$(BIN)/python benchmarks/failures.py --torchft $(TORCHFT_VENV)/bin/python $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(DURATION),--duration $(DURATION))
 
-# Results are kept in build/faults until a fault, its file or its tests change. One fault: make planted-faults FAULT=NAME
+# Results are kept in build/faults until a fault, its file or its tests change.
+# One list: make planted-faults LIST=servers. One fault: make planted-faults FAULT=NAME
 planted-faults: $(STAMP)
 	@echo "planted-faults: tools/planted_faults.py, two faults at a time"
-	@$(BIN)/python tools/planted_faults.py $(if $(FAULT),--only $(FAULT))
+	@$(BIN)/python tools/planted_faults.py $(if $(LIST),--list $(LIST)) $(if $(FAULT),--only $(FAULT))
 
 clean:
 	@echo "clean: removing the environments of this Makefile, build outputs and caches"

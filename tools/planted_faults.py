@@ -1,8 +1,9 @@
-"""Plants small faults in the rules of the core, one at a time, and runs the quick tests that should find each.
+"""Plants small faults in rules, one at a time, and runs the quick tests that should find each.
 
-``python tools/planted_faults.py`` runs all faults of ``planted_faults.toml`` that have no result yet, in trees of hard
-links in ``build/faults``. It prints a line for each fault and ends with 1 if one is not found. A result holds until the
-fault, its file or its tests change; ``--again`` forgets all of them.
+``python tools/planted_faults.py`` runs all faults that have no result yet, in trees of hard links in ``build/faults``:
+those of the core (``planted_faults.toml``) and of the parameter servers (``planted_faults_servers.toml``). It prints
+a line for each fault and ends with 1 if one is not found. A result holds until the fault, its file or its tests change;
+``--again`` forgets all of them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ from typing import Any
 import core_tree
 
 ROOT = Path(__file__).parents[1]
-LIST = Path(__file__).with_suffix(".toml")
+LISTS = {
+    "core": Path(__file__).with_suffix(".toml"),
+    "servers": Path(__file__).with_name("planted_faults_servers.toml"),
+}
 FAULTS = ROOT / "build" / "faults"
 RESULTS = FAULTS / "results.json"
 
@@ -40,7 +44,7 @@ _FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of the list; ``planted_faults.toml`` says what its fields are."""
+    """A fault of a list; ``planted_faults.toml`` says what its fields are."""
 
     name: str
     says: str
@@ -76,10 +80,9 @@ class Fault:
         return digest.hexdigest()
 
 
-def read_faults(path: Path = LIST) -> list[Fault]:
-    """Returns the faults of the list."""
-    with path.open("rb") as file:
-        return [Fault(**each) for each in tomllib.load(file)["fault"]]
+def read_faults(name: str) -> list[Fault]:
+    """Returns the faults of a list, in ``LISTS``."""
+    return [Fault(**each) for each in tomllib.loads(LISTS[name].read_text())["fault"]]
 
 
 # --- one fault ----------------------------------------------------------------------------------------
@@ -223,13 +226,19 @@ def main() -> int:
     parser.add_argument(
         "--only", action="append", metavar="NAME", help="run this fault again; may be repeated"
     )
+    parser.add_argument(
+        "--list",
+        action="append",
+        choices=LISTS,
+        help="run the faults of this list (all lists); may be repeated",
+    )
     parser.add_argument("--again", action="store_true", help="forget all results")
     parser.add_argument("--jobs", type=int, default=2, help="the number of faults that run at once (2)")
     parser.add_argument(
         "--timeout", type=float, default=900.0, help="seconds for the tests of one fault (900)"
     )
     given = parser.parse_args()
-    faults = read_faults()
+    faults = [fault for name in given.list or LISTS for fault in read_faults(name)]
     if given.only:
         unknown = set(given.only) - {fault.name for fault in faults}
         if unknown:

@@ -1,4 +1,4 @@
-"""The list of planted faults fits the sources, so that `make planted-faults` can run each of them."""
+"""The lists of planted faults fit the sources, so that `make planted-faults` can run each of them."""
 
 import sys
 from collections import Counter
@@ -11,29 +11,37 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 import planted_faults
 from planted_faults import ROOT, Fault
 
-FAULTS = planted_faults.read_faults()
+FOLDERS = {"core": "src/replicax/_src/", "servers": "src/replicax/_ps/"}
+FAULTS = {name: planted_faults.read_faults(name) for name in planted_faults.LISTS}
+ALL = [fault for faults in FAULTS.values() for fault in faults]
 
 
-def test_each_fault_changes_one_place_of_the_core_and_compiles():
-    for fault in FAULTS:
-        assert fault.file.startswith("src/replicax/_src/"), fault.name
-        text = fault.text()
-        assert text != (ROOT / fault.file).read_text(), fault.name
-        compile(text, fault.file, "exec")
+def test_each_fault_changes_one_place_of_its_part_and_compiles():
+    for name, faults in FAULTS.items():
+        for fault in faults:
+            assert fault.file.startswith(FOLDERS[name]), fault.name
+            text = fault.text()
+            assert text != (ROOT / fault.file).read_text(), fault.name
+            compile(text, fault.file, "exec")
 
 
 def test_each_fault_names_tests_that_exist():
-    for fault in FAULTS:
+    for fault in ALL:
         path, _, function = fault.tests.partition("::")
         assert (ROOT / path).exists(), fault.name
         assert not function or f"def {function.partition('[')[0]}(" in (ROOT / path).read_text(), fault.name
 
 
-def test_there_are_thirty_faults_with_names_of_their_own_and_equivalent_ones_have_a_reason():
-    assert max(Counter(fault.name for fault in FAULTS).values()) == 1
-    assert sum(not fault.is_equivalent for fault in FAULTS) >= 30
-    assert all(fault.kind in ("", "equivalent") for fault in FAULTS)
-    assert all(bool(fault.reason) == fault.is_equivalent for fault in FAULTS)
+def test_all_faults_have_names_of_their_own():
+    assert max(Counter(fault.name for fault in ALL).values()) == 1
+
+
+@pytest.mark.parametrize("name", planted_faults.LISTS)
+def test_each_list_has_thirty_faults_and_equivalent_ones_have_a_reason(name):
+    faults = FAULTS[name]
+    assert sum(not fault.is_equivalent for fault in faults) >= 30
+    assert all(fault.kind in ("", "equivalent") for fault in faults)
+    assert all(bool(fault.reason) == fault.is_equivalent for fault in faults)
 
 
 @pytest.fixture
