@@ -302,11 +302,14 @@ class Store:
     def _drop(self, request: Drop, sender: str | None) -> Message:
         with self._lock:
             self._contents.rules.check(sender)
+            if self._contents.rules.has_done(request.number, request.low):
+                return Message({"duplicate": True})
             for key in request.keys:
                 self._contents.shards.pop(key, None)  # it may have been dropped before
             self._contents.gradients.forget(request.keys)
             for digest in request.programs:
                 self._contents.programs.pop(digest, None)
+            self._contents.rules.did(request.number)
         return Message({})
 
     def _find(self, keys: Sequence[str], sender: str | None) -> Message:
