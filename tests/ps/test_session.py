@@ -10,7 +10,7 @@ from replicax._ps.client import request_rules
 from replicax._ps.client.server_clients import ServerClients
 from replicax._ps.client.session import Session
 from replicax._ps.placement.placement_plan import PlacementNeeds
-from replicax._ps.placement.server_arrays import ServerArray
+from replicax._ps.placement.server_arrays import ServerArray, Shard
 from replicax._ps.store.store import Store
 from replicax._src.vocabulary.errors import UnavailableError
 from store_connections import StoreConnection, StoreConnector, server_clients
@@ -186,3 +186,39 @@ def test_move_that_failed_half_way_leaves_each_value_at_one_place(session, serve
     assert_servers_have(servers, table, slot, other)
     assert value_of(session, slot) == [[5], [6]]
     assert session.bytes_on == [12, 8]
+
+
+@pytest.mark.parametrize("how", ["lost", "unanswered"])
+def test_copy_that_failed_is_made_again_with_the_value_of_then(session, servers, how):
+    rate = new(session, "rate", [1])
+    session.make([rate])
+    setattr(servers[1], how, {"create"})
+    with pytest.raises(UnavailableError):
+        carry_out(session, rate, copied=[(rate, None)])
+    assert not rate.copies
+    servers[1].lost = servers[1].unanswered = frozenset()
+    session.assign(rate, np.asarray([2], np.float32))
+    carry_out(session, rate, copied=[(rate, None)])
+    late = [connector.store.answer(message) for connector in servers for message in connector.kept]
+    assert all(answer.header["duplicate"] for answer in late)
+    assert copy_on(session, rate, 1) == [2]
+    assert_servers_have(servers, rate)
+    assert session.bytes_on == [4, 4]
+
+
+def test_drop_that_arrives_after_its_shard_was_made_again_has_no_effect(session, servers):
+    rate = new(session, "rate", [1])
+    session.make([rate])
+    servers[1].lost = {"create", "drop"}
+    for _ in range(2):
+        with pytest.raises(UnavailableError):
+            carry_out(session, rate, copied=[(rate, None)])
+    servers[1].lost = frozenset()
+    carry_out(session, rate, copied=[(rate, None)])
+    for late in servers[1].kept:
+        assert servers[1].store.answer(late).header["duplicate"]
+    assert copy_on(session, rate, 1) == [1]
+
+
+def copy_on(session, array, ps):
+    return session.servers.read([[Shard(ps, array.copies[ps])]])[0].tolist()

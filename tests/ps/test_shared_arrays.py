@@ -155,6 +155,28 @@ def test_copies_are_created_once_and_assigned_by_all(session):
     assert worker.servers.read([[Shard(1, "0:rate:@1")]])[0].tolist() == [3]
 
 
+def test_copy_whose_creation_failed_gets_the_value_of_the_second_try(session, monkeypatch):
+    """Its functions do not know of the copy in between, and other programs may have found it."""
+    chief, worker = session("chief 0"), session("worker 0")
+    ours, theirs = new(chief, "rate", [1]), new(worker, "rate", [0])
+    chief.make([ours])
+    create = ServerContents.create
+
+    def unanswered(self, *args, **kwargs):
+        create(self, *args, **kwargs)
+        raise UnavailableError("The answer is lost.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ServerContents, "create", unanswered)
+        with pytest.raises(UnavailableError):
+            chief.plan(PlacementNeeds([ours], copied=[(ours, None)]))
+    worker.plan(PlacementNeeds([theirs], copied=[(theirs, None)]))
+    ServerContents(chief.servers).assign([(ours.shards, np.asarray([2], np.float32))])  # as by a function
+    chief.plan(PlacementNeeds([ours], copied=[(ours, None)]))
+    assert ours.copies == theirs.copies
+    assert chief.servers.read([[Shard(1, ours.copies[1])]])[0].tolist() == [2]
+
+
 def test_restarted_chief_resumes_with_the_existing_variables(session, stores):
     first = session("chief 0")
     array = new(first, "w", [[1.0], [2.0]], [(0, 1), (1, 2)])

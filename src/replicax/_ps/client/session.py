@@ -114,6 +114,9 @@ class Session:
         self.num_made = self._next_key = 0
         self._dropped: deque[_Dropped] = deque()  # by garbage collection, which takes no lock
         self._unwanted: list[_Dropped] = []  # what the servers may have, and nobody uses
+        self._unsure_copies: set[Shard] = (
+            set()
+        )  # those that other programs may use, whose creation has failed
         self._num_uses: Counter[tuple[int, str]] = Counter()  # uses of programs, by server and digest
         self._has_warned = False
 
@@ -338,7 +341,7 @@ class Session:
             {shard.ps for _, shard in copies}
         ):  # a failure of one leaves the copies on others known
             there = [(array, shard) for array, shard in copies if shard.ps == ps]
-            self._contents.create(
+            self._create_own(
                 [NewShard(shard, array.shape, array.dtype, values[array]) for array, shard in there]
             )
             for array, shard in there:
@@ -414,9 +417,14 @@ class Session:
         if array.shards[0].ps == ps or ps in array.copies:
             return
         shard = Shard(ps, copy_key(array.key, ps))
-        if not shared.has_copy(array, ps):
+        has_failed = shard in self._unsure_copies
+        if has_failed or not shared.has_copy(array, ps):
             (value,) = self.servers.read([array.shards])
+            self._unsure_copies.add(shard)
             self._contents.create([NewShard(shard, array.shape, array.dtype, value)], if_absent=True)
+            if has_failed:  # it may have the value of the first try
+                self._contents.assign([((shard,), value)])
+            self._unsure_copies.discard(shard)
         self._set_copy(array, shard)
 
     def restored(self, ps: int, keys: Collection[str] | None) -> list[str]:
