@@ -269,13 +269,13 @@ class Session:
             wanted = arrays_to_create(missing, self._registered())
         else:
             wanted = after_those_beside(missing)
-        absent = shared.place(wanted, self._balance)
         try:
+            absent = shared.place(wanted, self._balance)
             # One that exists was created by another chief, or by an earlier call that failed.
             self._contents.create(self._new_shards(absent), if_absent=True)
         except BaseException:
-            for array, _ in absent:
-                array.shards = ()
+            for array in wanted:
+                self._forget_shards(array)
             raise
         for array in wanted:
             array.initial = None
@@ -403,12 +403,12 @@ class Session:
                 shared.wait_colocated(array, other)
                 return
             (value,) = self.servers.read([array.shards])
-            self._contents.drop(array.shards)
+            self._unwanted += map(_Dropped.of, array.shards)
             self._forget_shards(array)
             array.colocated_with = other
             array.initial = lambda: value
             self._unmade.append(weakref.ref(array))
-            self.make([array])
+            self.make([array])  # after it has dropped the old shards, which have the same keys
         finally:
             self.layout += 1
 
