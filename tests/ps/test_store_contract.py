@@ -262,7 +262,7 @@ class OneServer(Scenario):
             return self.keeper.take(epoch)["is_base"]
 
         def model():
-            self.keeper_model.begins_snapshot(self.keeper_model.requested_snapshot(epoch))
+            self.keeper_model.begins(self.keeper_model.requested_snapshot(epoch))
             return self._write(epoch)
 
         self.compare(("snapshot", epoch), write, model)

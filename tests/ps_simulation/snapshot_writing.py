@@ -47,7 +47,7 @@ class SnapshotWriting:
         try:
             before = self._kept.progress
             if request is not None:
-                self.rules.begins_snapshot(request)
+                self.rules.begins(request)
             yield from self._kept.write(epoch)
             self.rules.wrote(before)
         finally:

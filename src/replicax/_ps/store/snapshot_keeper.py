@@ -113,7 +113,7 @@ class SnapshotKeeper:
             before = self._store.progress
             if request is not None:
                 with self._rules_lock:
-                    self._rules.begins_snapshot(request)
+                    self._rules.begins(request)
             told = self._store.snapshot(self._directory, epoch)
             with self._rules_lock:
                 self._rules.wrote(before)
