@@ -71,6 +71,9 @@ class ScriptedServer:
         return {"instance": self.instance}
 
     def _snapshot(self, header):
+        # As if all has changed each time: the newest two are kept, and the last that all servers have.
+        kept_epochs = {*sorted(self.epochs)[-1:], header["kept_epoch"]}
+        self.epochs = {epoch: name for epoch, name in self.epochs.items() if epoch in kept_epochs}
         self.epochs[header["epoch"]] = self.instance
         return {"epoch": header["epoch"]}
 

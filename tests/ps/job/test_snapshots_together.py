@@ -1,5 +1,7 @@
 """Epochs of snapshots, and the return of all servers to the last one, in orders that real servers rarely show."""
 
+import itertools
+
 import pytest
 from scripted_servers import Lost, ScriptedJob, kept
 
@@ -109,6 +111,24 @@ def test_server_whose_snapshot_failed_is_asked_first_the_next_time():
     assert len(ops(job.ps[0], "snapshot")) == num[0]
     assert len(ops(job.ps[1], "snapshot")) > num[1]
     assert job.log_text.count("no common snapshot") == 1
+
+
+def test_all_can_go_back_although_servers_fail_by_turns_to_write_later_epochs():
+    job = rewinding()
+    turns = itertools.count()
+
+    def fail_each_second_time(server):
+        if next(turns) % 2:
+            raise OSError("No room.")
+
+    for ps in job.ps:
+        ps.script["snapshot"] = fail_each_second_time
+    job.run(300.0)
+    assert last(job) == 1
+    assert all(len(ps.epochs) == 3 for ps in job.ps)
+    job.ps[0].restarts(kept())
+    assert job.run_until(lambda: have_gone_back(job) and "went back" in job.log_text, 60.0)
+    assert "went back to the snapshots of epoch 1" in job.log_text
 
 
 def test_lost_answer_to_status_is_asked_for_once_more():

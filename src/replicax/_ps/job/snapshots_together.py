@@ -3,6 +3,7 @@
 - The servers take snapshots together while no function runs and no round waits, so that they form a state of the job.
   They do so soon after variables are created, and then at the shortest snapshot interval of the servers.
 - The number of an epoch is used once. A request that was given up may still be carried out, at another moment.
+- A server keeps the file of the last epoch that counts until a later one counts: each request names it.
 - An epoch counts only if each server is the accepted process before its snapshot, and still after all snapshots.
 - When a server restarts, all go back to the last epoch, or no function runs. A server that was asked to go back counts
   as replaced from then on, and all are accepted in one moment.
@@ -152,7 +153,7 @@ class SnapshotsTogether:
             raise UnavailableError("It has restarted, and is older than the others.", watch.name)
 
     def _write(self, watch: ServerWatch, epoch: int) -> Procedure[None]:
-        request = Request(watch.name, "snapshot", {"epoch": epoch}, _FILES_S)
+        request = Request(watch.name, "snapshot", {"epoch": epoch, "kept_epoch": self.last}, _FILES_S)
         is_gone = lambda: watch.is_unreachable or watch.state.is_replaced  # noqa: E731
         yield from ask_unless_gone(self._job, _FILES, request, is_gone)
 

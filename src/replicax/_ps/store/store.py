@@ -137,7 +137,9 @@ class Store:
         rules = self._contents.rules
         return Progress(rules.instance, rules.num_changes, rules.num_created)
 
-    def snapshot(self, directory: str | Path, epoch: int = 0, moment: Moment = any_moment) -> dict[str, Any]:
+    def snapshot(
+        self, directory: str | Path, epoch: int = 0, kept_epoch: int = 0, moment: Moment = any_moment
+    ) -> dict[str, Any]:
         """Writes the changes since the last snapshot, and the record of applied closures, to a new file.
 
         Updates continue meanwhile. The values are those of one moment. Until a shard is written, the first update
@@ -148,6 +150,7 @@ class Store:
         Args:
           directory: A folder for this server alone.
           epoch: A number by which ``restore`` finds the snapshot.
+          kept_epoch: The epoch whose snapshot must stay, because this one may not replace it yet; 0 for none.
           moment: A context that is active while the values are taken. ``restore`` returns the data that it gives.
 
         Returns:
@@ -157,7 +160,7 @@ class Store:
         Raises:
           SnapshotError: The snapshot could not be written; earlier ones are unchanged.
         """
-        return self._snapshots.write(Path(directory), epoch, moment)
+        return self._snapshots.write(Path(directory), epoch, moment, kept_epoch)
 
     def restore(self, directory: str | Path, epoch: int | None = None) -> dict[str, Any] | None:
         """Replaces the contents by the newest intact snapshot. The store has a new ``instance`` then.

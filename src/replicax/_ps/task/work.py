@@ -187,7 +187,7 @@ class PsHost:
 
     def _snapshot(self, header: Mapping[str, Any]) -> Mapping[str, Any]:
         assert self._keeper is not None
-        return self._keeper.take(header["epoch"])
+        return self._keeper.take(header["epoch"], header.get("kept_epoch", 0))
 
     def _restore(self, header: Mapping[str, Any]) -> Mapping[str, Any]:
         assert self._keeper is not None
