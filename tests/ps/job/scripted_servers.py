@@ -150,6 +150,7 @@ class ScriptedJob:
         self.procedures, self.now = Procedures(), 0.0
         self.paused, self.broken = set(), {}
         self.num_in_flight, self.num_rounds, self.is_closed = 0, 0, False
+        self.has_half_done = False
         self.next_number = self.num_finished = 0
         self.num_made = 1
         self.num_told_workers, self.lines, self.operations = 0, [], []

@@ -83,6 +83,21 @@ def test_no_snapshot_is_taken_before_all_functions_and_rounds_have_ended():
     assert job.run_until(lambda: last(job) == 1, 5.0)
 
 
+def test_no_snapshot_is_taken_before_a_function_of_a_lost_worker_has_ended_on_another():
+    """The lost worker may have changed one server, and may change another between the snapshots of both."""
+    job = rewinding()
+    job.num_in_flight = 1
+    assert job.run_until(lambda: not job.may_run, 60.0)
+    job.num_in_flight, job.has_half_done = 0, True
+    assert job.run_until(lambda: job.may_run, 1.0), "or no worker takes it"
+    for job.num_in_flight in (0, 1, 0):
+        job.run(70.0)
+        assert job.may_run
+    assert last(job) == 1
+    job.has_half_done = False
+    assert job.run_until(lambda: last(job) == 2, 1.0)
+
+
 def test_number_of_an_epoch_that_was_given_up_is_not_used_again():
     job = rewinding()
     job.ps[1].script["snapshot"] = raise_lost

@@ -87,6 +87,10 @@ class JobState:
         return self.queue.is_quiet
 
     @property
+    def has_half_done(self) -> bool:
+        return self.queue.has_half_done
+
+    @property
     def num_in_flight(self) -> int:
         return self.queue.num_in_flight
 

@@ -1,7 +1,8 @@
 """``SnapshotsTogether``: epochs of snapshots of all parameter servers, to which all go back when one restarts.
 
 - The servers take snapshots together while no function runs and no round waits, so that they form a state of the job.
-  They do so soon after variables are created, and then at the shortest snapshot interval of the servers.
+  A function that a lost worker had ends on another one before: else a server might have its updates in the snapshot,
+  and another one not. They do so soon after variables are created, and then at the shortest snapshot interval of the servers.
 - The number of an epoch is used once. A request that was given up may still be carried out, at another moment.
 - A server keeps the file of the last epoch that counts until a later one counts: each request names it.
 - An epoch counts only if each server is the accepted process before its snapshot, and still after all snapshots.
@@ -113,11 +114,14 @@ class SnapshotsTogether:
                 yield from self._go_back()
                 due = job.now + self._interval_s
             before, made = made, job.num_made
-            if made and (made == before != self._num_made or job.now >= due):
+            is_due = made == before != self._num_made or job.now >= due
+            if made and is_due and not job.has_half_done:
                 due = job.now + self._interval_s
                 job.pause(_KEY)
                 yield from self._take()
                 job.resume(_KEY)
+                if job.has_half_done:
+                    due = job.now
 
     # --- an epoch ----------------------------------------------------------------------------------------
 
@@ -128,8 +132,9 @@ class SnapshotsTogether:
 
     def _take(self) -> Procedure[None]:
         job = self._job
-        yield Until(lambda: job.is_quiet or job.is_over or self._has_away)
-        if not job.is_quiet or job.is_over or self._has_away:
+        is_useless = lambda: job.is_over or self._has_away or job.has_half_done  # noqa: E731
+        yield Until(lambda: job.is_quiet or is_useless())
+        if not job.is_quiet or is_useless():
             return
         made, finished = job.num_made, job.num_finished
         epoch, self.next_epoch = self.next_epoch, self.next_epoch + 1
