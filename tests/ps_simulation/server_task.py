@@ -125,6 +125,7 @@ class ServerTask(TaskProcess):
 
     def _ask_restore(self, request):
         self.session.check(request["incarnation"])
+        self.store.ended = request["incarnation"], request["stop"], request["unfinished"]
         return self._go_back(request["epoch"])
 
     def _go_back(self, epoch):

@@ -195,6 +195,15 @@ def test_snapshot_of_a_host_that_vanishes_is_given_up_when_heartbeats_say_so():
 # --- back to an epoch -----------------------------------------------------------------------------------------
 
 
+def test_servers_that_go_back_learn_which_functions_have_ended():
+    """A lost worker may still push for one of these, to one server and not to another."""
+    job = rewinding()
+    job.next_number, job.unfinished = 20, [12, 15]
+    job.ps[1].restarts(kept())
+    assert job.run_until(lambda: have_gone_back(job), 60.0)
+    assert [ps.ended for ps in job.ps] == [(20, [12, 15])] * 2
+
+
 def test_all_go_back_to_the_last_epoch():
     job = rewinding()
     job.num_finished = 10
@@ -333,7 +342,7 @@ def test_answer_of_a_restore_that_is_lost_has_all_go_back_again():
 
     def lose_the_first(server):
         if answers:
-            server._restore({"epoch": 1})
+            server._restore({"epoch": 1, "stop": 0, "unfinished": []})
             raise answers.pop()
 
     job.ps[1].script["restore"] = lose_the_first

@@ -224,6 +224,22 @@ def test_server_describes_no_snapshot_whose_values_it_has_dropped(tmp_path):
     service.close()
 
 
+def test_server_that_goes_back_is_told_which_closures_have_ended_and_which_epoch_it_keeps(tmp_path):
+    host = PsHost(tmp_path, math.inf, 0, Credentials())
+    service = served(host)
+    service.ask("hello", {"incarnation": ME, "ps": []})
+    create(host._store, x=np.float32(1.0))
+    for epoch in range(1, 5):
+        ask(host._store, "assign", [np.float32(epoch)], keys=["x"])
+        service.ask("snapshot", {"incarnation": ME, "epoch": epoch, "kept_epoch": 1})
+    told = service.ask("restore", {"incarnation": ME, "epoch": 1, "stop": 5, "unfinished": [3]})
+    assert told["restored"]["epoch"] == 1
+    assert ask(host._store, "step", pull=[["x", None]], program=None).arrays[0] == 1.0
+    window = host._store._contents.rules.windows.window_of(ME)
+    assert [number for number in range(7) if number not in window] == [3, 5, 6]
+    service.close()
+
+
 def test_server_describes_no_group_that_it_has_dropped(tmp_path):
     store = new_store(x=np.float32(1.0))
     folder = tmp_path / "group-0"

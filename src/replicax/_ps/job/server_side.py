@@ -101,6 +101,11 @@ class JobHooks(Protocol):
         ...
 
     @property
+    def unfinished(self) -> Sequence[int]:
+        """The numbers of the functions of this job that have not ended, in their order."""
+        ...
+
+    @property
     def num_finished(self) -> int:
         """The number of functions that have finished in this job."""
         ...

@@ -105,6 +105,10 @@ class JobState:
         return self.queue.next_number
 
     @property
+    def unfinished(self) -> list[int]:
+        return self.queue.unfinished
+
+    @property
     def num_finished(self) -> int:
         return self.queue.counts.finished
 

@@ -2,12 +2,14 @@
 
 - The servers take snapshots together while no function runs and no round waits, so that they form a state of the job.
   A function that a lost worker had ends on another one before: else a server might have its updates in the snapshot,
-  and another one not. They do so soon after variables are created, and then at the shortest snapshot interval of the servers.
+  and another one not. They do so soon after variables are created, and then at the shortest snapshot interval of the
+  servers.
 - The number of an epoch is used once. A request that was given up may still be carried out, at another moment.
 - A server keeps the file of the last epoch that counts until a later one counts: each request names it.
 - An epoch counts only if each server is the accepted process before its snapshot, and still after all snapshots.
-- When a server restarts, all go back to the last epoch, or no function runs. A server that was asked to go back counts
-  as replaced from then on, and all are accepted in one moment.
+- When a server restarts, all go back to the last epoch, or no function runs. The servers learn which functions have
+  ended, and apply no late update of these. A server that was asked to go back counts as replaced from then on, and all
+  are accepted in one moment.
 - One procedure does both, so that no epoch is taken while servers go back.
 """
 
@@ -252,7 +254,9 @@ class SnapshotsTogether:
         state.is_replaced = True  # even if the answer is lost
         job.pause(watch.name)
         began = job.now
-        request = Request(watch.name, "restore", {"epoch": epoch}, _FILES_S)
+        # A lost worker may still push for a function that has ended, and whose work is undone now.
+        ended = {"stop": job.next_number, "unfinished": list(job.unfinished)}
+        request = Request(watch.name, "restore", {"epoch": epoch, **ended}, _FILES_S)
         is_gone = lambda: watch.is_unreachable or _is_another(watch, began, job.now)  # noqa: E731
         try:
             answer = yield from ask_unless_gone(job, _FILES, request, is_gone)

@@ -162,6 +162,14 @@ class Store:
         """
         return self._snapshots.write(Path(directory), epoch, moment, kept_epoch)
 
+    def end_closures(self, incarnation: str, stop: int, unfinished: Sequence[int]) -> None:
+        """Records that all closures of a coordinator below ``stop`` have ended, besides these.
+
+        No push of theirs is applied any more, also not after ``restore``.
+        """
+        with self._lock:
+            self._contents.rules.end(incarnation, stop, unfinished)
+
     def restore(self, directory: str | Path, epoch: int | None = None) -> dict[str, Any] | None:
         """Replaces the contents by the newest intact snapshot. The store has a new ``instance`` then.
 

@@ -191,6 +191,8 @@ class PsHost:
 
     def _restore(self, header: Mapping[str, Any]) -> Mapping[str, Any]:
         assert self._keeper is not None
+        if "stop" in header:
+            self._store.end_closures(header["incarnation"], header["stop"], header["unfinished"])
         restored = self._keeper.restore(header["epoch"])
         return {"instance": self._store.instance, "restored": restored}
 
