@@ -220,5 +220,30 @@ def test_drop_that_arrives_after_its_shard_was_made_again_has_no_effect(session,
     assert copy_on(session, rate, 1) == [1]
 
 
+@pytest.mark.parametrize("what", ["copied", "colocated"])
+def test_assignment_is_not_lost_if_another_thread_moves_or_copies_the_array(session, monkeypatch, what):
+    other, rate = new(session, "other", [0]), new(session, "rate", [1])
+    session.make([other, rate])
+    placing = threading.Thread(
+        target=carry_out,
+        args=(session, rate),
+        kwargs={what: [(rate, None if what == "copied" else other)]},
+        daemon=True,
+    )
+    assign = session._contents.assign
+
+    def assign_late(values):
+        placing.start()
+        placing.join(0.3)
+        assign(values)
+
+    monkeypatch.setattr(session._contents, "assign", assign_late)
+    session.assign(rate, np.asarray([2], np.float32))
+    placing.join(20.0)
+    assert len(rate.copies) == (what == "copied")
+    assert value_of(session, rate) == [2]
+    assert all(copy_on(session, rate, ps) == [2] for ps in rate.copies)
+
+
 def copy_on(session, array, ps):
     return session.servers.read([[Shard(ps, array.copies[ps])]])[0].tolist()

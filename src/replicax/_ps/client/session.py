@@ -516,8 +516,9 @@ class Session:
                 num_copies = len(array.copies)
                 self._shared.find_copies(array)
                 self.layout += len(array.copies) - num_copies
-        shards = [(array.shards, value), *(((Shard(ps, key),), value) for ps, key in array.copies.items())]
-        self._contents.assign(shards)
+            copies = [((Shard(ps, key),), value) for ps, key in array.copies.items()]
+            # Under the lock: else another thread may move the array, or copy its old value to another server.
+            self._contents.assign([(array.shards, value), *copies])
         self.renew()
 
     def apply_round(self, number: int, low: int, closures: Sequence[int]) -> None:
