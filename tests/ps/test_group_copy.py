@@ -287,6 +287,11 @@ def test_differing_copies_are_detected(network, add, caplog):
     network.view(2, 0, None)
     asking.join()
     assert not answers[0].header["is_on_two"]
+    assert network.part(0)["differs"]
+    network.view(3, 0, 1, is_joining=True)
+    network.until_in_sync()
+    assert not network.part(0)["differs"]
+    assert network.ask(0, "checksum").header["is_on_two"]
     assert "of group 0 differ" in caplog.text
 
 

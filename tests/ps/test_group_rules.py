@@ -559,6 +559,39 @@ def test_lost_group_resumes_from_the_newer_copy_when_the_last_primary_has_restar
     assert groups.join(1) == [View(0, 5, 0, 1, is_joining=True)]
 
 
+def test_copy_that_differs_does_not_lead_before_it_is_copied_again():
+    groups = Groups(2)
+    groups.status_received(1, has(9))
+    differs = {**part(1, "lost", Position(1, 9)), "differs": True}
+    assert groups.status_received(0, {"0": differs}) == [View(0, 2, 0, None)]
+    groups.status_received(1, has(9))
+    groups.server_lost(0)
+    groups.returned(0, has(7))
+    assert groups.restart() == [View(0, 3, 0, None, since=Position(1, 7))]
+    groups.status_received(0, {"0": part(3, position=Position(1, 7))})
+    assert groups.join(1) == [View(0, 4, 0, 1, is_joining=True, is_differing=True)]
+    groups.server_lost(1)
+    groups.returned(1, has(9))  # from a snapshot that it took before it was copied
+    assert groups.join(1)[0].is_differing
+    groups.status_received(0, {"0": part(6, "in sync", Position(3, 8))})
+    groups.status_received(1, has(8, epoch=3))
+    groups.server_lost(1)
+    groups.returned(1, has(8, epoch=3))
+    groups.server_lost(0)
+    groups.returned(0, has(7))
+    assert groups.restart() == [View(0, 8, 1, None, since=Position(3, 8))]
+
+
+def test_group_whose_only_copy_differs_is_hopeless():
+    groups = Groups(2)
+    groups.status_received(0, {"0": {**part(1, "lost", Position(1, 9)), "differs": True}})
+    groups.server_lost(0)
+    groups.returned(0, {})
+    groups.status_received(1, has(9))
+    assert groups.restart() == []
+    assert 0 in groups.hopeless
+
+
 def test_other_server_of_a_lost_group_is_waited_for():
     groups = lost_group()
     groups.returned(1, has(7))

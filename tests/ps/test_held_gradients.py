@@ -11,6 +11,7 @@ from exported import update_program
 from replicax._ps.programs.averages import averaged
 from replicax._ps.store import snapshots, unwritten
 from replicax._ps.store.store import Store
+from replicax._ps.store.updates import CompiledUpdate
 from replicax._ps.transport.messages import Message
 from replicax._src.vocabulary.errors import InvalidArgumentError, MessageError, UnknownProgramError
 
@@ -103,6 +104,32 @@ def test_gradients_of_dropped_variables_are_dropped():
     server.ask("drop", keys=["w"])
     assert server.store.statistics()["gradient_bytes"] == 0
     assert not server.apply(0, [0])  # no error: nobody waits for it
+
+
+def test_round_that_fails_and_is_tried_again_has_the_same_mean(monkeypatch):
+    server = Server()
+    for closure, gradient in enumerate([2, 4, 6]):
+        server.push(closure, 0, gradient)
+
+    def no_memory(*_):
+        raise MemoryError("Nothing was updated.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CompiledUpdate, "__call__", no_memory)
+        for _ in range(2):
+            with pytest.raises(MemoryError):
+                server.apply(0, [0, 1, 2])
+    assert not server.apply(0, [0, 1, 2])
+    assert server.values() == [-4, 3]
+
+
+def test_gradients_of_a_state_that_is_sent_to_another_server_outlive_their_round():
+    server = Server()
+    server.push(0, 0, 2)
+    server.push(1, 0, 4)
+    gradients = server.store.state().gradients
+    server.apply(0, [0, 1])
+    assert [float(arrays[0][0]) for _, _, _, arrays in gradients] == [2, 4]
 
 
 def test_returning_server_applies_the_gradients_it_has(tmp_path):

@@ -142,6 +142,46 @@ def test_array_is_moved_once_and_found_there(session):
     assert value_of(worker, their_slot) == [2]
 
 
+@pytest.mark.parametrize("what", ["drop", "create"])
+def test_move_that_fails_keeps_the_value(session, monkeypatch, what):
+    chief = session("chief 0")
+    table, slot = new(chief, "table", [[0.0], [0.0]], [(0, 1), (1, 2)]), new(chief, "slot", [[1.0], [2.0]])
+    value_of(chief, table), value_of(chief, slot)
+    chief.assign(slot, np.asarray([[3.0], [4.0]], np.float32))
+    needs = PlacementNeeds([table, slot], colocated=[(slot, table)])
+    do = getattr(ServerContents, what)
+
+    def half(self, items, *args, **kwargs):
+        do(self, items[:1], *args, **kwargs)
+        raise UnavailableError("A server is lost.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ServerContents, what, half)
+        with pytest.raises(UnavailableError):
+            chief.plan(needs)
+    chief.plan(needs)
+    assert slot.is_made
+    assert value_of(chief, slot) == [[3.0], [4.0]]
+    assert chief.bytes_on == [8, 8]
+
+
+def test_creation_that_fails_is_not_counted(session, monkeypatch):
+    chief = session("chief 0")
+    array, create = new(chief, "w", [[1.0], [2.0]], [(0, 1), (1, 2)]), ServerContents.create
+
+    def half(self, shards, **kwargs):
+        create(self, shards[:1], **kwargs)
+        raise UnavailableError("A server is lost.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ServerContents, "create", half)
+        with pytest.raises(UnavailableError):
+            chief.make([array])
+    assert value_of(chief, array) == [[1.0], [2.0]]
+    assert chief.bytes_on == [4, 4]
+    assert chief.names_on(1) == ["w"]
+
+
 def test_copies_are_created_once_and_assigned_by_all(session):
     chief, worker = session("chief 0"), session("worker 0")
     ours, theirs = new(chief, "rate", [1]), new(worker, "rate", [0])
@@ -153,6 +193,28 @@ def test_copies_are_created_once_and_assigned_by_all(session):
     worker.plan(PlacementNeeds([theirs], copied=[(theirs, None)]))
     assert theirs.copies == ours.copies == {1: "0:rate:@1"}
     assert worker.servers.read([[Shard(1, "0:rate:@1")]])[0].tolist() == [3]
+
+
+def test_copy_whose_creation_failed_gets_the_value_of_the_second_try(session, monkeypatch):
+    """Its functions do not know of the copy in between, and other programs may have found it."""
+    chief, worker = session("chief 0"), session("worker 0")
+    ours, theirs = new(chief, "rate", [1]), new(worker, "rate", [0])
+    chief.make([ours])
+    create = ServerContents.create
+
+    def unanswered(self, *args, **kwargs):
+        create(self, *args, **kwargs)
+        raise UnavailableError("The answer is lost.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ServerContents, "create", unanswered)
+        with pytest.raises(UnavailableError):
+            chief.plan(PlacementNeeds([ours], copied=[(ours, None)]))
+    worker.plan(PlacementNeeds([theirs], copied=[(theirs, None)]))
+    ServerContents(chief.servers).assign([(ours.shards, np.asarray([2], np.float32))])  # as by a function
+    chief.plan(PlacementNeeds([ours], copied=[(ours, None)]))
+    assert ours.copies == theirs.copies
+    assert chief.servers.read([[Shard(1, ours.copies[1])]])[0].tolist() == [2]
 
 
 def test_restarted_chief_resumes_with_the_existing_variables(session, stores):

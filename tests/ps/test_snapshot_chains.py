@@ -214,6 +214,29 @@ def test_snapshots_after_a_rewind_are_removed(tmp_path, monkeypatch):
     assert restored(tmp_path)[1]["file"].endswith("5.rxps")
 
 
+def test_last_epoch_of_all_servers_is_kept_while_others_fail(tmp_path, monkeypatch):
+    """Another server fails to write the epochs after the first one, so all may go back to that."""
+    monkeypatch.setattr(snapshot_rules, "MAX_FILES", 2)
+    store = new_store()
+    states = {}
+    for epoch in range(1, 10):
+        update(store, epoch)
+        store.snapshot(tmp_path, epoch, kept_epoch=2 if epoch > 2 else 0)
+        states[epoch] = values(store)
+    assert numbers(tmp_path) == [1, 2, 7, 8, 9]
+    again, told = restored(tmp_path, epoch=2)
+    assert told["epoch"] == 2
+    assert_same(again, states[2])
+    newest, _ = restored(tmp_path)  # a new process, which does not know the epochs of the last one
+    send(newest, PROGRAM)
+    for epoch in range(10, 15):
+        update(newest, epoch)
+        newest.snapshot(tmp_path, epoch, kept_epoch=2)
+    assert {1, 2} < set(numbers(tmp_path))
+    newest.snapshot(tmp_path, 15, kept_epoch=14)
+    assert numbers(tmp_path)[0] > 2
+
+
 # --- what goes wrong ------------------------------------------------------------------------------------
 
 

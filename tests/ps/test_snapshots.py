@@ -142,6 +142,29 @@ def test_versions_after_restoring_are_new(tmp_path, monkeypatch):
     assert [array.max() for array in answer.arrays] == [9.0]
 
 
+def test_late_push_of_a_closure_that_has_ended_is_not_applied_after_restoring(tmp_path):
+    store = new_store(w=np.zeros(4, np.float32))
+    store.snapshot(tmp_path)
+    for number in (1, 3):
+        step(store, closure=number)
+    store.end_closures(ME, 4, [2])
+    store.restore(tmp_path)
+    send(store, ADD)
+    assert [step(store, closure=number).header["duplicate"] for number in range(5)] == [
+        True,
+        True,
+        False,
+        True,
+        False,
+    ]
+    store.snapshot(tmp_path)
+    store.end_closures("another", 9, [])
+    store.restore(tmp_path)
+    send(store, ADD)
+    assert step(store, closure=3).header["duplicate"]
+    assert not step(store, closure=5).header["duplicate"]
+
+
 def test_updates_are_in_place_after_restoring_and_after_a_snapshot(tmp_path):
     like = np.zeros((BYTES_PER_BLOCK // 256, 100), np.float32)
     add = program_of(like)

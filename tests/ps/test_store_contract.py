@@ -256,18 +256,18 @@ class OneServer(Scenario):
 
     def snapshot(self):
         self.epoch = max(1, self.epoch + self.random.choice([1, 1, 1, 0, -1]))
-        epoch = self.epoch
+        epoch, kept = self.epoch, self.random.randrange(self.epoch)
 
         def write():
-            return self.keeper.take(epoch)["is_base"]
+            return self.keeper.take(epoch, kept)["is_base"]
 
         def model():
-            self.keeper_model.begins_snapshot(self.keeper_model.requested_snapshot(epoch))
-            return self._write(epoch)
+            self.keeper_model.begins(self.keeper_model.requested_snapshot(epoch))
+            return self._write(epoch, kept)
 
-        self.compare(("snapshot", epoch), write, model)
+        self.compare(("snapshot", epoch, kept), write, model)
 
-    def _write(self, epoch):
+    def _write(self, epoch, kept_epoch):
         before = None if self.last is None else self.files[self.last]
         sizes = [ShardSize(key, "", number, 1, 4, None) for key, number in self.model.numbers.items()]
         recorded = [None if before is None else _recorded(before[2], size.key) for size in sizes]
@@ -276,7 +276,9 @@ class OneServer(Scenario):
         number = next_number(self.files)
         chain = continued(None if plan.is_base else before[0], number, new)
         self.files[number] = chain, epoch, copy.deepcopy(self.model)
-        for gone in removable(list(self.files), None if before is None else before[0], chain):
+        of_epoch = [each[0] for _, each in sorted(self.files.items()) if kept_epoch and each[1] == kept_epoch]
+        kept = of_epoch[-1] if of_epoch else None
+        for gone in removable(list(self.files), None if before is None else before[0], chain, kept):
             del self.files[gone]
         self.last = number
         return plan.is_base

@@ -52,6 +52,19 @@ def test_a_slow_closure_costs_one_run():
     assert 0 not in window
 
 
+@given(EVENTS, st.integers(0, 40), st.sets(st.integers(0, 39)))
+def test_all_but_the_unfinished_closures_have_ended(events, stop, unfinished):
+    window, before = Window(), Window()
+    for each in (window, before):
+        for what, number in events:
+            (each.add if what == "add" else each.raise_low)(number)
+    window.end(stop, {number for number in unfinished if number < stop})
+    assert Window.of(window.described()).described() == window.described()
+    for number in range(60):
+        is_ended = number < stop and number not in unfinished
+        assert (number in window) == (number in before or is_ended)
+
+
 def test_low_water_mark_frees_lower_numbers():
     window = Window()
     for number in range(0, 1000, 2):

@@ -375,7 +375,7 @@ class GroupTask:
         """Orders a snapshot on both servers, at the same place in the order of updates. Only the primary does this."""
         self.server.run(self.answer({"op": "snapshot", "incarnation": self.incarnation}))
 
-    def write(self, epoch):
+    def write(self, epoch, kept_epoch):
         store = self.store
         yield self.order.begin()
         try:
@@ -386,7 +386,7 @@ class GroupTask:
         finally:
             self.order.end()
         yield self.server.scenario.write_s
-        self._files.write(content, counters, epoch, position, at)
+        self._files.write(content, counters, epoch, position, at, kept_epoch)
         self.server.world.moment("snapshot")
 
     def restore(self, epoch=None):

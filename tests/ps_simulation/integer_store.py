@@ -24,6 +24,7 @@ class IntegerStore:
 
     def __init__(self, instance, owner=None):
         self.instance, self.owner = instance, owner
+        self.ended = None  # the coordinator, and what it says of the closures that have ended
         self.clear()
 
     def clear(self):
@@ -162,4 +163,6 @@ class IntegerStore:
         self.clear()
         self.counters = dict(counters)
         self.windows = Windows.of(described["windows"])
+        if self.ended is not None and self.ended[0] == described["incarnation"]:
+            self.windows.window_of(self.ended[0]).end(*self.ended[1:])
         self.num_updates = described["updates"]

@@ -117,14 +117,15 @@ class ServerTask(TaskProcess):
         self.session.check(request["incarnation"])
         if self.writing is None:
             raise InvalidArgumentError(f"{self.name} was asked 'snapshot', but it writes none.")
-        return self._take_snapshot(request["epoch"])
+        return self._take_snapshot(request["epoch"], request.get("kept_epoch", 0))
 
-    def _take_snapshot(self, epoch):
-        yield from self.writing.take(epoch)
+    def _take_snapshot(self, epoch, kept_epoch):
+        yield from self.writing.take(epoch, kept_epoch)
         return {"epoch": epoch}
 
     def _ask_restore(self, request):
         self.session.check(request["incarnation"])
+        self.store.ended = request["incarnation"], request["stop"], request["unfinished"]
         return self._go_back(request["epoch"])
 
     def _go_back(self, epoch):
@@ -198,12 +199,12 @@ class ServerTask(TaskProcess):
     def holds_counters(self):
         return bool(self.store.counters)
 
-    def write(self, epoch):
+    def write(self, epoch, kept_epoch):
         """Writes a snapshot of the store as it is now. It is there when it is complete."""
         content, counters = self.store.described(), dict(self.store.counters)
         at = self.world.now
         yield self.scenario.write_s
-        self._files.write(content, counters, epoch, None, at)
+        self._files.write(content, counters, epoch, None, at, kept_epoch)
         self.world.moment("snapshot")
 
     # --- what it tells ------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ class SnapshotFiles:
     def _files(self):
         return self._disk.folders.setdefault(self._name, {})
 
-    def write(self, content, counters, epoch, position, at):
+    def write(self, content, counters, epoch, position, at, kept_epoch=0):
         """Writes a snapshot, then removes those that are no longer needed."""
         files, number = self._files, next_number(self._files)
         num_bytes = COUNTER_BYTES * len(counters)
@@ -70,7 +70,10 @@ class SnapshotFiles:
         )
         chain = continued(None, number, num_bytes) if is_base else continued(before, number, num_new)
         files[number] = Snapshot(content, counters, epoch, position, at, tuple(chain))
-        for each in removable(list(files), before, chain):
+        of_epoch = [
+            files[n].chain for n in restore_order(files) if kept_epoch and files[n].epoch == kept_epoch
+        ]
+        for each in removable(list(files), before, chain, *of_epoch[:1]):
             del files[each]
         self.last = chain
 

@@ -82,6 +82,7 @@ class Rewinds(Continued):
     """When a server restarts, all go back to snapshots that they took together."""
 
     on_ps_restart = "rewind"
+    settled_s = 20.0  # all go back after the last fault
 
     def note_log(self, coordinator, text):
         found = UNDONE.search(text)
@@ -106,8 +107,9 @@ class Rewinds(Continued):
 
     def check_servers(self, world):
         """A function that has finished is on all of its servers, or on none."""
-        if self.is_lost:
-            return  # some servers have gone back, or none
+        # After the last function nobody may notice: some servers have gone back, or there is no common snapshot yet.
+        if self.is_lost or self.coordinator.job._state.is_over:
+            return
         super().check_servers(world)
         counted = {server: self.counted(world, server) for server in range(self.num_servers)}
         if any(each is None for each in counted.values()):

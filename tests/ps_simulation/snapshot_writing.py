@@ -12,7 +12,7 @@ class SnapshotWriting:
 
     Args:
       process: The process that writes.
-      kept: What it writes: has ``progress``, ``holds_counters``, ``write(epoch)``, a generator, and ``restore(epoch)``.
+      kept: What it writes: has ``progress``, ``holds_counters``, ``write(epoch, kept_epoch)``, a generator, and ``restore(epoch)``.
       interval_s: The time between two snapshots.
       restores: False to ignore the snapshots that are there.
       when_due: Called when a snapshot is due.
@@ -40,15 +40,15 @@ class SnapshotWriting:
         self.rules.ask()
         self._process.run(self._write_asked())
 
-    def take(self, epoch=0):
+    def take(self, epoch=0, kept_epoch=0):
         """Writes a snapshot now."""
         request = self.rules.requested_snapshot(epoch) if epoch else None
         yield self._turns.begin()
         try:
             before = self._kept.progress
             if request is not None:
-                self.rules.begins_snapshot(request)
-            yield from self._kept.write(epoch)
+                self.rules.begins(request)
+            yield from self._kept.write(epoch, kept_epoch)
             self.rules.wrote(before)
         finally:
             self._turns.end()

@@ -34,6 +34,7 @@ class ScriptedServer:
         self.restored = None
         self.has_session = True
         self.epochs, self.num_updates = {}, 0
+        self.ended = None
         self.groups = {}
         self.views = {}
         self.delays, self.late, self.script, self.refuses = {}, {}, {}, {}
@@ -71,12 +72,16 @@ class ScriptedServer:
         return {"instance": self.instance}
 
     def _snapshot(self, header):
+        # As if all has changed each time: the newest two are kept, and the last that all servers have.
+        kept_epochs = {*sorted(self.epochs)[-1:], header["kept_epoch"]}
+        self.epochs = {epoch: name for epoch, name in self.epochs.items() if epoch in kept_epochs}
         self.epochs[header["epoch"]] = self.instance
         return {"epoch": header["epoch"]}
 
     def _restore(self, header):
         if header["epoch"] not in self.epochs:
             raise RemoteError("no such epoch", "SnapshotError", f"ps {self.index}")
+        self.ended = header["stop"], header["unfinished"]
         self.instance = next(self.names)
         self.restored = kept()
         return {"instance": self.instance, "restored": self.restored}
@@ -147,7 +152,9 @@ class ScriptedJob:
         self.procedures, self.now = Procedures(), 0.0
         self.paused, self.broken = set(), {}
         self.num_in_flight, self.num_rounds, self.is_closed = 0, 0, False
+        self.has_half_done = False
         self.next_number = self.num_finished = 0
+        self.unfinished = []
         self.num_made = 1
         self.num_told_workers, self.lines, self.operations = 0, [], []
         self.missing, self.names, self.operation_s = {}, ["w"], 0.01

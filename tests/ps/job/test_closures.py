@@ -222,6 +222,26 @@ def test_closure_that_could_not_run_is_tried_again():
     assert queue.counts.retried == 1
 
 
+def test_requeued_closure_may_be_half_done_until_it_ends():
+    """Its worker may have changed one server, and may still change another."""
+    queue = queue_with("a", "b", num=3)
+    held = [queue.take("a"), queue.take("b")]
+    assert not queue.has_half_done
+    queue.lost("a", held[:1])
+    queue.returned("b", held[1])
+    assert queue.has_half_done
+    for _ in held:
+        closure = queue.take("b")
+        assert queue.has_half_done
+        assert queue.finished("b", closure)
+    assert not queue.has_half_done
+    last = queue.take("b")
+    queue.lost("b", [last])
+    assert queue.has_half_done
+    queue.close()
+    assert not queue.has_half_done
+
+
 def test_waiting_worker_gets_queued_closures():
     queue = queue_with("a", "b", num=2)
     assert taken(queue, "a") == 0

@@ -1,5 +1,7 @@
 """Epochs of snapshots, and the return of all servers to the last one, in orders that real servers rarely show."""
 
+import itertools
+
 import pytest
 from scripted_servers import Lost, ScriptedJob, kept
 
@@ -81,6 +83,21 @@ def test_no_snapshot_is_taken_before_all_functions_and_rounds_have_ended():
     assert job.run_until(lambda: last(job) == 1, 5.0)
 
 
+def test_no_snapshot_is_taken_before_a_function_of_a_lost_worker_has_ended_on_another():
+    """The lost worker may have changed one server, and may change another between the snapshots of both."""
+    job = rewinding()
+    job.num_in_flight = 1
+    assert job.run_until(lambda: not job.may_run, 60.0)
+    job.num_in_flight, job.has_half_done = 0, True
+    assert job.run_until(lambda: job.may_run, 1.0), "or no worker takes it"
+    for job.num_in_flight in (0, 1, 0):
+        job.run(70.0)
+        assert job.may_run
+    assert last(job) == 1
+    job.has_half_done = False
+    assert job.run_until(lambda: last(job) == 2, 1.0)
+
+
 def test_number_of_an_epoch_that_was_given_up_is_not_used_again():
     job = rewinding()
     job.ps[1].script["snapshot"] = raise_lost
@@ -109,6 +126,24 @@ def test_server_whose_snapshot_failed_is_asked_first_the_next_time():
     assert len(ops(job.ps[0], "snapshot")) == num[0]
     assert len(ops(job.ps[1], "snapshot")) > num[1]
     assert job.log_text.count("no common snapshot") == 1
+
+
+def test_all_can_go_back_although_servers_fail_by_turns_to_write_later_epochs():
+    job = rewinding()
+    turns = itertools.count()
+
+    def fail_each_second_time(server):
+        if next(turns) % 2:
+            raise OSError("No room.")
+
+    for ps in job.ps:
+        ps.script["snapshot"] = fail_each_second_time
+    job.run(300.0)
+    assert last(job) == 1
+    assert all(len(ps.epochs) == 3 for ps in job.ps)
+    job.ps[0].restarts(kept())
+    assert job.run_until(lambda: have_gone_back(job) and "went back" in job.log_text, 60.0)
+    assert "went back to the snapshots of epoch 1" in job.log_text
 
 
 def test_lost_answer_to_status_is_asked_for_once_more():
@@ -158,6 +193,15 @@ def test_snapshot_of_a_host_that_vanishes_is_given_up_when_heartbeats_say_so():
 
 
 # --- back to an epoch -----------------------------------------------------------------------------------------
+
+
+def test_servers_that_go_back_learn_which_functions_have_ended():
+    """A lost worker may still push for one of these, to one server and not to another."""
+    job = rewinding()
+    job.next_number, job.unfinished = 20, [12, 15]
+    job.ps[1].restarts(kept())
+    assert job.run_until(lambda: have_gone_back(job), 60.0)
+    assert [ps.ended for ps in job.ps] == [(20, [12, 15])] * 2
 
 
 def test_all_go_back_to_the_last_epoch():
@@ -298,7 +342,7 @@ def test_answer_of_a_restore_that_is_lost_has_all_go_back_again():
 
     def lose_the_first(server):
         if answers:
-            server._restore({"epoch": 1})
+            server._restore({"epoch": 1, "stop": 0, "unfinished": []})
             raise answers.pop()
 
     job.ps[1].script["restore"] = lose_the_first

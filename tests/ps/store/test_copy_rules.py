@@ -109,6 +109,35 @@ def test_backup_that_differs_is_lost_and_gets_the_state_whatever_position_it_say
     assert not rules.bring(7, CopyPlace(Position(5, 4), ()), 0).is_state
 
 
+def test_primary_says_that_the_other_copy_differs_until_it_is_copied():
+    rules = copy_of(0, PAIR)
+    update(rules)
+    assert not rules.role.described()["differs"]
+    rules.acknowledged(1, 1, "InvalidArgumentError", 0.0, writes=False)
+    rules.take(ALONE)
+    assert rules.role.described()["differs"]
+    rules.take(JOINS)
+    assert rules.role.described()["differs"]
+    assert rules.synced(3, 1)
+    assert not rules.role.described()["differs"]
+
+
+def test_copy_that_differs_gets_the_state_although_a_new_primary_has_its_position():
+    backup, primary = copy_of(1, PAIR), CopyRules(0, 0, 100)
+    for seq in range(1, 4):
+        backup.applied(Position(1, seq))
+    primary.restored(Position(1, 3), ())
+    primary.take(View(0, 3, 0, None, since=Position(1, 3)))
+    joins = View(0, 4, 0, 1, is_joining=True, is_differing=True)
+    for rules in (backup, primary):
+        rules.take(joins)
+    said = backup.says_where(4)
+    assert primary.bring(4, said, 0).is_state
+    assert backup.begins_state(4, Position(1, 3))
+    assert backup.has_state(4, Position(1, 3))
+    assert backup.lacks == ()
+
+
 def test_connection_to_a_backup_in_sync_is_opened_once_per_epoch():
     rules = copy_of(0, PAIR)
     assert rules.opens(1) == 1

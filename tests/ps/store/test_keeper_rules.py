@@ -59,7 +59,7 @@ def test_only_changes_are_written_and_a_position_only_at_the_end():
     assert not rules.has_changed(has(3, position=2))
     assert rules.has_moved(has(3, position=2))
     assert not rules.has_moved(has(3, position=1))
-    rules.begins_snapshot(rules.requested_snapshot(1))
+    rules.begins(rules.requested_snapshot(1))
     assert not rules.has_changed(has(4))
     assert not rules.has_moved(has(4, position=9))
     rules.begin("another")
@@ -98,28 +98,40 @@ def test_failure_is_new_once_until_a_snapshot_is_written():
 # --- requests -------------------------------------------------------------------------------------------------
 
 
+def test_server_that_restarts_and_goes_back_writes_nothing_at_intervals():
+    """Two snapshots of its own would replace the file of the last epoch that all servers have."""
+    rules = rules_of(restored={"incarnation": "me", "epoch": 5})
+    rules.begin("me")
+    assert rules.has_changed(has(1))
+    rules.begins(rules.requested_restore(4))
+    rules.restored(has(2), {"incarnation": "me", "epoch": 4})
+    assert rules.tick(10.0, has(3))
+    assert not rules.has_changed(has(3))
+    assert not rules.has_moved(has(3, position=9))
+
+
 def test_request_is_late_once_another_has_arrived():
     rules = rules_of()
     first, again = rules.requested_snapshot(5), rules.requested_snapshot(5)
-    message(SnapshotError, lambda: rules.begins_snapshot(first), "epoch 5 is late", "higher epoch")
-    rules.begins_snapshot(again)
+    message(SnapshotError, lambda: rules.begins(first), "epoch 5 is late", "higher epoch")
+    rules.begins(again)
     waiting = rules.requested_snapshot(6)
     rewind = rules.requested_restore(5)
-    message(SnapshotError, lambda: rules.begins_snapshot(waiting), "epoch 6 is late")
+    message(SnapshotError, lambda: rules.begins(waiting), "epoch 6 is late")
     rules.begins(rewind)
     later = rules.requested_snapshot(7)
     message(SnapshotError, lambda: rules.begins(rewind), "epoch 5 is late")
-    rules.begins_snapshot(later)
+    rules.begins(later)
 
 
 def test_epoch_below_an_earlier_one_is_late_whatever_was_restored():
     rules = rules_of()
-    rules.begins_snapshot(rules.requested_snapshot(6))
+    rules.begins(rules.requested_snapshot(6))
     message(SnapshotError, lambda: rules.requested_snapshot(5), "epoch 5 is late", "epoch 6 has arrived")
     rules.begins(rules.requested_restore(4))
     rules.restored(has(9), {"incarnation": "me", "epoch": 4})
     message(SnapshotError, lambda: rules.requested_snapshot(5), "is late")
-    rules.begins_snapshot(rules.requested_snapshot(7))
+    rules.begins(rules.requested_snapshot(7))
 
 
 def test_request_of_an_earlier_coordinator_is_late_and_leaves_the_intervals_alone():
@@ -130,7 +142,7 @@ def test_request_of_an_earlier_coordinator_is_late_and_leaves_the_intervals_alon
     for request in (waiting, rewind):
         message(SnapshotError, lambda request=request: rules.begins(request), "another coordinator")
     assert rules.has_changed(has(1))
-    rules.begins_snapshot(rules.requested_snapshot(1))  # it has its own numbers
+    rules.begins(rules.requested_snapshot(1))  # it has its own numbers
 
 
 def test_restarted_server_knows_the_epochs_of_its_coordinator():
@@ -184,7 +196,7 @@ def test_late_request_writes_nothing_under_a_number_that_was_used_again(tmp_path
     thread.join(20.0)
     assert not thread.is_alive()
     assert len(errors) == 1
-    keeper._rules.begins_snapshot(again)
+    keeper._rules.begins(again)
     store.snapshot(tmp_path, 5)
     ask(store, "assign", [np.float32(7.0)], keys=["x"])
     with pytest.raises(SnapshotError, match="epoch 4 is late"):
@@ -209,6 +221,22 @@ def test_server_describes_no_snapshot_whose_values_it_has_dropped(tmp_path):
     assert (status["incarnation"], status["restored"]) == (None, None)
     service.ask("hello", {"incarnation": ME, "ps": [], "again": True})
     assert service.ask("status", {})["restored"] is None
+    service.close()
+
+
+def test_server_that_goes_back_is_told_which_closures_have_ended_and_which_epoch_it_keeps(tmp_path):
+    host = PsHost(tmp_path, math.inf, 0, Credentials())
+    service = served(host)
+    service.ask("hello", {"incarnation": ME, "ps": []})
+    create(host._store, x=np.float32(1.0))
+    for epoch in range(1, 5):
+        ask(host._store, "assign", [np.float32(epoch)], keys=["x"])
+        service.ask("snapshot", {"incarnation": ME, "epoch": epoch, "kept_epoch": 1})
+    told = service.ask("restore", {"incarnation": ME, "epoch": 1, "stop": 5, "unfinished": [3]})
+    assert told["restored"]["epoch"] == 1
+    assert ask(host._store, "step", pull=[["x", None]], program=None).arrays[0] == 1.0
+    window = host._store._contents.rules.windows.window_of(ME)
+    assert [number for number in range(7) if number not in window] == [3, 5, 6]
     service.close()
 
 

@@ -51,6 +51,17 @@ def test_two_chains_are_kept_and_what_was_rolled_back_is_not():
     assert removable([1, 2, 3], None, [(3, 9)]) == []  # a new process that has restored none
 
 
+def test_last_epoch_of_all_servers_is_kept_beside_any_number_of_others():
+    kept, numbers = [(1, 9), (2, 1)], [1, 2, 3]
+    for number in range(4, 9):
+        numbers.append(number)
+        gone = removable(numbers, [(number - 1, 9)], [(number, 9)], kept)
+        numbers = [each for each in numbers if each not in gone]
+        assert numbers == [1, 2, number - 1, number]
+    assert removable(numbers, [(8, 9)], [(8, 9), (9, 1)], [(8, 9)]) == []
+    assert removable([*numbers, 9], [(8, 9)], [(9, 9)], [(8, 9)]) == [1, 2, 7]
+
+
 def test_newest_is_restored_first_and_only_of_its_epoch():
     assert restore_order([3, 10, 4]) == [10, 4, 3]
     assert [is_of_epoch(4, epoch) for epoch in (4, 5, None)] == [True, False, True]
@@ -60,25 +71,28 @@ def test_newest_is_restored_first_and_only_of_its_epoch():
 @pytest.mark.parametrize("seed", range(200))
 def test_every_kept_snapshot_can_be_restored(seed, monkeypatch):
     """A folder in memory: writes, restarts and rewinds in any order. The newest snapshot, and the one that the next
-    continues, have all their files."""
+    continues, have all their files, and so has the last that all servers have."""
     monkeypatch.setattr(snapshot_rules, "MAX_FILES", 3)
     world = random.Random(seed)
     files, last = {}, None  # the chain of each file; the chain that the next one may continue
+    kept = None  # the chain of the last epoch that all servers have
     for _ in range(30):
         what = world.choice(["write"] * 6 + ["restart", "rewind"])
         if what == "restart":
             last = files[restore_order(files)[0]] if files else None
         elif what == "rewind" and files:
-            last = files[world.choice(sorted(files))]
+            last = kept = files[world.choice(sorted(files))]
         elif what == "write":
             number, before = next_number(files), last
             changes = world.choice([10, 60, 100])
             is_next = before is not None and extends(before, changes, 100)
             last = files[number] = continued(before if is_next else None, number, changes if is_next else 100)
-            for gone in removable(list(files), before, last):
+            for gone in removable(list(files), before, last, kept):
                 del files[gone]
             assert number in files
-        for number in {*restore_order(files)[:1], *([last[-1][0]] if last else [])}:
+            if world.random() < 0.3:
+                kept = last
+        for number in {*restore_order(files)[:1], *(chain[-1][0] for chain in (last, kept) if chain)}:
             chain = files[number]
             assert {each for each, _ in chain} <= files.keys(), f"snapshot {number} lacks files"
         if last is not None and len(last) > 1:

@@ -16,7 +16,8 @@ class Groups:
 
     Group g is on parameter server g and on the next one; after the last comes the first. A group is *lost* when the
     only server that has all of it is lost. It resumes from a snapshot, or from a copy that was out of sync. The newer
-    one is used, once the last primary is known to be another process: until then that may still answer clients.
+    one is used, once the last primary is known to be another process: until then that may still answer clients. A copy
+    that differed from the primary is not used before it is in sync again.
 
     Args:
       num_ps: The number of parameter servers, at least 2.
@@ -27,6 +28,7 @@ class Groups:
         self._lost: set[int] = set()
         self._may_lead = [True] * num_ps
         self._ended: set[int] = set()
+        self._differing: dict[int, int] = {}  # the server whose copy differs, by group
         self._has: list[dict[int, Position]] = [{} for _ in range(num_ps)]
 
     @property
@@ -121,12 +123,15 @@ class Groups:
             if view.group in self._lost:  # another process has replaced the primary that said so
                 continue
             self._views[view.group] = dataclasses.replace(view, since=None)  # it has accepted that position
+            if part.get("differs"):
+                self._set_differing(view.group, next(t for t in self.members(view.group) if t != task))
             if view.backup is None:
                 continue
             if part["backup"] in (Partner.LOST, Partner.FAILED):
                 changed.append(self._alone(view, view.primary))
             elif part["backup"] == Partner.IN_SYNC:
                 self._may_lead[view.group] = True
+                self._differing.pop(view.group, None)
         return changed
 
     def join(self, task: int) -> list[View]:
@@ -136,9 +141,16 @@ class Groups:
             is_member = task in self.members(view.group) and task != view.primary
             is_settled = view.group not in self._lost and view.since is None
             if is_member and view.backup is None and is_settled:
-                joined.append(
-                    self._change(View(view.group, view.epoch + 1, view.primary, task, is_joining=True))
+                is_differing = self._differing.get(view.group) == task
+                joins = View(
+                    view.group,
+                    view.epoch + 1,
+                    view.primary,
+                    task,
+                    is_joining=True,
+                    is_differing=is_differing,
                 )
+                joined.append(self._change(joins))
         return joined
 
     def views_to_send(self, task: int, parts: Mapping[str, Mapping[str, Any]]) -> list[View]:
@@ -154,8 +166,13 @@ class Groups:
     def _note(self, task: int, parts: Mapping[str, Mapping[str, Any]]) -> None:
         for group, has in enumerate(self._has):
             if task in self.members(group):
-                part = parts.get(str(group))
+                part = None if self._differing.get(group) == task else parts.get(str(group))
                 has[task] = START if part is None else Position(*part["position"])
+
+    def _set_differing(self, group: int, task: int) -> None:
+        self._differing[group] = task
+        if task in self._has[group]:
+            self._has[group][task] = START
 
     def _alone(self, view: View, primary: int) -> View:
         return self._change(View(view.group, view.epoch + 1, primary, None))

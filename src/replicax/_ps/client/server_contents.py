@@ -46,9 +46,8 @@ class NewShard:
 class ServerContents:
     """Creates, assigns, finds and drops shards, and gives servers their programs. Thread-safe.
 
-    Creations and assignments have numbers, so that a request that is sent again has no second effect, which would
-    undo
-    later changes of others.
+    Creations, assignments and drops have numbers, so that a request that is sent again has no second effect, which
+    would undo later changes of others. A request that was given up has no effect after a later one.
     """
 
     def __init__(self, servers: ServerClients):
@@ -123,12 +122,12 @@ class ServerContents:
         digests = _by_ps(programs)
         for ps, digest in programs:
             self._servers[ps].programs.pop(digest, None)
-        self._servers.ask(
-            {
-                ps: Message({"op": "drop", "keys": keys.get(ps, []), "programs": digests.get(ps, [])})
-                for ps in sorted(keys | digests)
-            }
-        )
+        with self._numbered() as once:
+            requests = {}
+            for ps in sorted(keys | digests):
+                header = {"keys": keys.get(ps, []), "programs": digests.get(ps, [])}
+                requests[ps] = Message({"op": "drop", **header, **once})
+            self._servers.ask(requests)
 
     def find(self, keys: Sequence[str]) -> list[dict[str, tuple[tuple[int, ...], str]]]:
         """Returns, for each parameter server, the shapes and dtypes of those of these shards that it has."""

@@ -118,7 +118,10 @@ class Session:
         )
         self.num_made = self._next_key = 0
         self._dropped: deque[_Dropped] = deque()  # by garbage collection, which takes no lock
-        self._unwanted: list[_Dropped] = []  # those of them that the servers still have
+        self._unwanted: list[_Dropped] = []  # what the servers may have, and nobody uses
+        self._unsure_copies: set[Shard] = (
+            set()
+        )  # those that other programs may use, whose creation has failed
         self._num_uses: Counter[tuple[int, str]] = Counter()  # uses of programs, by server and digest
         self._has_warned = False
 
@@ -241,9 +244,9 @@ class Session:
     def make(self, arrays: Sequence[ServerArray]) -> None:
         """Creates arrays on the servers, with all registered ones that have no array to stand beside."""
         with self._lock:
-            self._drop_waiting()
             if all(array.is_made for array in arrays):
-                return
+                return  # without a request, which another server might not answer
+            self._drop_waiting()
             if self._shared is not None:
                 self._make_shared(arrays, self._shared)
                 return
@@ -275,12 +278,13 @@ class Session:
             wanted = arrays_to_create(missing, self._registered())
         else:
             wanted = after_those_beside(missing)
-        absent = shared.place(wanted, self._balance)
         try:
-            self._create_shards(absent)
+            absent = shared.place(wanted, self._balance)
+            # One that exists was created by another chief, or by an earlier call that failed.
+            self._contents.create(self._new_shards(absent), if_absent=True)
         except BaseException:
-            for array, _ in absent:
-                array.shards = ()
+            for array in wanted:
+                self._forget_shards(array)
             raise
         for array in wanted:
             array.initial = None
@@ -309,8 +313,8 @@ class Session:
 
     def _create(self, plan: PlacementPlan) -> None:
         if plan.created:
-            new = [(array, shard) for array in plan.created for shard in plan.places[array].shards]
-            self._create_shards(new)
+            shards = [(array, shard) for array in plan.created for shard in plan.places[array].shards]
+            self._create_own(self._new_shards(shards))
             for array in plan.created:
                 self._put(array, plan)
             self._forget_made()
@@ -325,17 +329,16 @@ class Session:
             for array, value in zip(plan.moved, values, strict=True)
             for shard in plan.places[array].shards
         ]
-        self._contents.create(new, if_absent=True)
-        old = [shard for array in plan.moved for shard in array.shards]
+        self._create_own(new)
         for array in plan.moved:
             dropping = self._made.get(array)
             if dropping is not None:
                 dropping.detach()
-            for shard in array.shards:
-                self._balance.remove(shard.ps, array.bytes_of(shard))
+            self._unwanted += map(_Dropped.of, array.shards)
+            self._forget_shards(array)
             self._put(array, plan)
         self.layout += 1
-        self._contents.drop(old)
+        self._drop_waiting()
 
     def _copy(self, plan: PlacementPlan) -> None:
         if not plan.copied:
@@ -347,7 +350,7 @@ class Session:
             {shard.ps for _, shard in copies}
         ):  # a failure of one leaves the copies on others known
             there = [(array, shard) for array, shard in copies if shard.ps == ps]
-            self._contents.create(
+            self._create_own(
                 [NewShard(shard, array.shape, array.dtype, values[array]) for array, shard in there]
             )
             for array, shard in there:
@@ -371,13 +374,19 @@ class Session:
         self._balance.add(shard.ps, array.num_bytes)
         self.layout += 1
 
-    def _create_shards(self, shards: Sequence[tuple[ServerArray, Shard]]) -> None:
-        new = [
+    def _create_own(self, new: Sequence[NewShard]) -> None:
+        """Creates shards that no other program knows. If it fails, some may exist, which the next call drops."""
+        try:
+            self._contents.create(new)
+        except BaseException:
+            self._unwanted += [_Dropped.of(each.shard) for each in new]
+            raise
+
+    def _new_shards(self, shards: Sequence[tuple[ServerArray, Shard]]) -> list[NewShard]:
+        return [
             NewShard(shard, array.shape_of(shard), array.dtype, self._initial(array, shard))
             for array, shard in shards
         ]
-        # Keys are new: an existing shard was created by this call, or by another chief that shares it.
-        self._contents.create(new, if_absent=True)
 
     def _initial(self, array: ServerArray, shard: Shard) -> np.ndarray | UpdateProgram:
         assert array.initial is not None
@@ -403,12 +412,12 @@ class Session:
                 shared.wait_colocated(array, other)
                 return
             (value,) = self.servers.read([array.shards])
-            self._contents.drop(array.shards)
+            self._unwanted += map(_Dropped.of, array.shards)
             self._forget_shards(array)
             array.colocated_with = other
             array.initial = lambda: value
             self._unmade.append(weakref.ref(array))
-            self.make([array])
+            self.make([array])  # after it has dropped the old shards, which have the same keys
         finally:
             self.layout += 1
 
@@ -417,9 +426,14 @@ class Session:
         if array.shards[0].ps == ps or ps in array.copies:
             return
         shard = Shard(ps, copy_key(array.key, ps))
-        if not shared.has_copy(array, ps):
+        has_failed = shard in self._unsure_copies
+        if has_failed or not shared.has_copy(array, ps):
             (value,) = self.servers.read([array.shards])
+            self._unsure_copies.add(shard)
             self._contents.create([NewShard(shard, array.shape, array.dtype, value)], if_absent=True)
+            if has_failed:  # it may have the value of the first try
+                self._contents.assign([((shard,), value)])
+            self._unsure_copies.discard(shard)
         self._set_copy(array, shard)
 
     def restored(self, ps: int, keys: Collection[str] | None) -> list[str]:
@@ -461,25 +475,30 @@ class Session:
         return self._contents.has_program(digest)
 
     def _count_dropped(self) -> None:
-        """Takes the shards of deleted variables off the balance. ``_drop_waiting`` drops them."""
+        """Takes the shards and programs of deleted variables and functions off the counts. ``_drop_waiting`` drops
+        them.
+        """
         for dropped in [self._dropped.popleft() for _ in range(len(self._dropped))]:
             if dropped.shard is not None:
                 self._balance.remove(dropped.ps, dropped.num_bytes)
+            else:
+                self._num_uses[dropped.ps, dropped.program] -= 1
             self._unwanted.append(dropped)
 
     def _drop_waiting(self) -> None:
-        """Drops the shards and programs of deleted variables and functions from the servers."""
+        """Drops from the servers what nobody uses: of deleted variables and functions, and of calls that failed.
+
+        If it fails, the next call drops all again.
+        """
         self._count_dropped()
-        dropped, self._unwanted = self._unwanted, []
-        if not dropped:
+        if not self._unwanted:
             return
-        unused: list[tuple[int, str]] = []
-        for use in [(each.ps, each.program) for each in dropped if each.shard is None]:
-            self._num_uses[use] -= 1
-            if not self._num_uses[use]:
-                del self._num_uses[use]
-                unused.append(use)
-        self._contents.drop([each.shard for each in dropped if each.shard is not None], unused)
+        uses = dict.fromkeys((each.ps, each.program) for each in self._unwanted if each.shard is None)
+        unused = [use for use in uses if not self._num_uses[use]]
+        self._contents.drop([each.shard for each in self._unwanted if each.shard is not None], unused)
+        self._unwanted = []
+        for use in unused:
+            del self._num_uses[use]
 
     # --- values ---------------------------------------------------------------------------------------
 
@@ -506,8 +525,9 @@ class Session:
                 num_copies = len(array.copies)
                 self._shared.find_copies(array)
                 self.layout += len(array.copies) - num_copies
-        shards = [(array.shards, value), *(((Shard(ps, key),), value) for ps, key in array.copies.items())]
-        self._contents.assign(shards)
+            copies = [((Shard(ps, key),), value) for ps, key in array.copies.items()]
+            # Under the lock: else another thread may move the array, or copy its old value to another server.
+            self._contents.assign([(array.shards, value), *copies])
         self.renew()
 
     def apply_round(self, number: int, low: int, closures: Sequence[int]) -> None:
@@ -538,6 +558,11 @@ class _Dropped:
     program: str = ""
     shard: Shard | None = None
     num_bytes: int = 0
+
+    @classmethod
+    def of(cls, shard: Shard) -> _Dropped:
+        """Returns a shard whose bytes are not counted."""
+        return cls(shard.ps, shard=shard)
 
 
 def _drop(

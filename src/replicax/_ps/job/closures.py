@@ -153,6 +153,7 @@ class ClosureQueue:
         self._members: dict[Worker, _Member] = {}
         self._clocks = WorkerClocks()
         self._unfinished: set[int] = set()
+        self._requeued: set[int] = set()  # the numbers of closures that a worker has had
         self._next_number = self._low = first_number
         self._num_in_flight = 0
         self._error: BaseException | None = None
@@ -172,6 +173,12 @@ class ClosureQueue:
     def is_quiet(self) -> bool:
         """True if nothing is in flight and no round waits to be applied."""
         return not self._num_in_flight and self.complete_round is None
+
+    @property
+    def has_half_done(self) -> bool:
+        """True if a closure that has not ended was requeued. Some servers may have its updates, and others not yet."""
+        self._requeued &= self._unfinished
+        return bool(self._requeued)
 
     @property
     def complete_round(self) -> Round | None:
@@ -492,6 +499,7 @@ class ClosureQueue:
             )
             return self._cancel(closures, why)
         self._queued.extendleft(reversed(closures))
+        self._requeued.update(closure.number for closure in closures)
         self.counts.retried += len(closures)
         return []
 

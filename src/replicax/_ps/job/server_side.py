@@ -79,6 +79,13 @@ class JobHooks(Protocol):
         ...
 
     @property
+    def has_half_done(self) -> bool:
+        """True if a function that has not ended was taken from its worker, so some servers may have its updates, and
+        others not yet. Once it has ended on another worker all have them, and what comes later changes nothing.
+        """
+        ...
+
+    @property
     def num_in_flight(self) -> int:
         """The number of functions that workers have taken and that have not ended."""
         ...
@@ -91,6 +98,11 @@ class JobHooks(Protocol):
     @property
     def next_number(self) -> int:
         """The number of the next function: as many were scheduled, in all jobs of the session."""
+        ...
+
+    @property
+    def unfinished(self) -> Sequence[int]:
+        """The numbers of the functions of this job that have not ended, in their order."""
         ...
 
     @property

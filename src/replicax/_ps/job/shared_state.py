@@ -87,6 +87,10 @@ class JobState:
         return self.queue.is_quiet
 
     @property
+    def has_half_done(self) -> bool:
+        return self.queue.has_half_done
+
+    @property
     def num_in_flight(self) -> int:
         return self.queue.num_in_flight
 
@@ -99,6 +103,10 @@ class JobState:
     @property
     def next_number(self) -> int:
         return self.queue.next_number
+
+    @property
+    def unfinished(self) -> list[int]:
+        return self.queue.unfinished
 
     @property
     def num_finished(self) -> int:

@@ -1,11 +1,15 @@
 """``SnapshotsTogether``: epochs of snapshots of all parameter servers, to which all go back when one restarts.
 
 - The servers take snapshots together while no function runs and no round waits, so that they form a state of the job.
-  They do so soon after variables are created, and then at the shortest snapshot interval of the servers.
+  A function that a lost worker had ends on another one before: else a server might have its updates in the snapshot,
+  and another one not. They do so soon after variables are created, and then at the shortest snapshot interval of the
+  servers.
 - The number of an epoch is used once. A request that was given up may still be carried out, at another moment.
+- A server keeps the file of the last epoch that counts until a later one counts: each request names it.
 - An epoch counts only if each server is the accepted process before its snapshot, and still after all snapshots.
-- When a server restarts, all go back to the last epoch, or no function runs. A server that was asked to go back counts
-  as replaced from then on, and all are accepted in one moment.
+- When a server restarts, all go back to the last epoch, or no function runs. The servers learn which functions have
+  ended, and apply no late update of these. A server that was asked to go back counts as replaced from then on, and all
+  are accepted in one moment.
 - One procedure does both, so that no epoch is taken while servers go back.
 """
 
@@ -112,11 +116,14 @@ class SnapshotsTogether:
                 yield from self._go_back()
                 due = job.now + self._interval_s
             before, made = made, job.num_made
-            if made and (made == before != self._num_made or job.now >= due):
+            is_due = made == before != self._num_made or job.now >= due
+            if made and is_due and not job.has_half_done:
                 due = job.now + self._interval_s
                 job.pause(_KEY)
                 yield from self._take()
                 job.resume(_KEY)
+                if job.has_half_done:
+                    due = job.now
 
     # --- an epoch ----------------------------------------------------------------------------------------
 
@@ -127,8 +134,9 @@ class SnapshotsTogether:
 
     def _take(self) -> Procedure[None]:
         job = self._job
-        yield Until(lambda: job.is_quiet or job.is_over or self._has_away)
-        if not job.is_quiet or job.is_over or self._has_away:
+        is_useless = lambda: job.is_over or self._has_away or job.has_half_done  # noqa: E731
+        yield Until(lambda: job.is_quiet or is_useless())
+        if not job.is_quiet or is_useless():
             return
         made, finished = job.num_made, job.num_finished
         epoch, self.next_epoch = self.next_epoch, self.next_epoch + 1
@@ -152,7 +160,7 @@ class SnapshotsTogether:
             raise UnavailableError("It has restarted, and is older than the others.", watch.name)
 
     def _write(self, watch: ServerWatch, epoch: int) -> Procedure[None]:
-        request = Request(watch.name, "snapshot", {"epoch": epoch}, _FILES_S)
+        request = Request(watch.name, "snapshot", {"epoch": epoch, "kept_epoch": self.last}, _FILES_S)
         is_gone = lambda: watch.is_unreachable or watch.state.is_replaced  # noqa: E731
         yield from ask_unless_gone(self._job, _FILES, request, is_gone)
 
@@ -246,7 +254,9 @@ class SnapshotsTogether:
         state.is_replaced = True  # even if the answer is lost
         job.pause(watch.name)
         began = job.now
-        request = Request(watch.name, "restore", {"epoch": epoch}, _FILES_S)
+        # A lost worker may still push for a function that has ended, and whose work is undone now.
+        ended = {"stop": job.next_number, "unfinished": list(job.unfinished)}
+        request = Request(watch.name, "restore", {"epoch": epoch, **ended}, _FILES_S)
         is_gone = lambda: watch.is_unreachable or _is_another(watch, began, job.now)  # noqa: E731
         try:
             answer = yield from ask_unless_gone(job, _FILES, request, is_gone)

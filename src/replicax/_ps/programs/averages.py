@@ -38,7 +38,7 @@ def averaged(
     Args:
       kinds: The averaging of each operand.
       specs: The shapes and dtypes of the update's operands.
-      gradients: The gradients of each closure; those of the first are overwritten.
+      gradients: The gradients of each closure. They stay as they are, for an update that fails and is tried again.
     """
     means: list[np.ndarray] = []
     for kind in kinds:
@@ -54,7 +54,7 @@ def averaged(
 
 
 def _mean(parts: Sequence[np.ndarray]) -> np.ndarray:
-    total = _as_sum(parts[0])
+    total = np.array(parts[0], _dtype_of_sum(parts[0].dtype))
     for part in parts[1:]:
         total += part
     total /= len(parts)
@@ -72,7 +72,7 @@ def _mean_of_rows(
             f"An update needs {len(unique)} rows of a table, but its program has room for {shape[0]}. Give "
             "the functions of a round elements of the same shapes."
         )
-    rows = _as_sum(np.zeros(shape, dtype))
+    rows = np.zeros(shape, _dtype_of_sum(dtype))
     ends = np.cumsum([len(each) for each in numbers])
     for part, ours in zip(parts, np.split(positions.reshape(-1), ends[:-1]), strict=True):
         rows[ours] += part  # (no row appears twice, except padding)
@@ -82,9 +82,9 @@ def _mean_of_rows(
     return padded, rows.astype(dtype, copy=False)
 
 
-def _as_sum(array: np.ndarray) -> Any:
-    """Converts half precision to float32, because a sum of many terms needs more bits."""
-    return array.astype(np.float32) if array.dtype.itemsize < 4 else array
+def _dtype_of_sum(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Returns float32 for half precision, because a sum of many terms needs more bits; else the dtype itself."""
+    return np.dtype(np.float32) if dtype.itemsize < 4 else dtype
 
 
 def _is_part(shape: Sequence[int], whole: Sequence[int]) -> bool:

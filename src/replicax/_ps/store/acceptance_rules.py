@@ -6,6 +6,8 @@ no array, lock or thread. ``window.py`` records which calls have run.
 - Only the coordinator that owns the store is answered. Another one starts with an empty store.
 - A closure, a round or another call that must run once is recorded by its number when it has changed the store. If it
   comes again, it changes nothing. Below the low-water mark that its client sends, all calls have ended.
+- Before the store goes back to a snapshot, the coordinator says which closures have ended. They stay ended: their
+  updates are undone, and a push of one of them that comes late is not applied.
 - A refused call changes nothing, and is not recorded: it may be sent again.
 - Gradients are held until their round is applied. Gradients of a round that has been applied are late, and dropped.
 - The version of a shard rises with each change, and a number is never used again for its key, also not after the shard
@@ -61,6 +63,7 @@ class StoreRules:
         self.instance = instance
         self.windows = Windows()
         self.num_created = self.num_changes = 0
+        self._ended: tuple[str, int, frozenset[int]] | None = None
         self._highest_version = 0
 
     # --- the owner ----------------------------------------------------------------------------------------------
@@ -108,6 +111,16 @@ class StoreRules:
         """Records that a call that must run once has run."""
         if call is not None:
             self.windows.window_of(call.incarnation).add(call.number)
+
+    def end(self, incarnation: str, stop: int, unfinished: Iterable[int]) -> None:
+        """Records that all closures of a coordinator below ``stop`` have ended, besides these, whatever is restored."""
+        self._ended = incarnation, stop, frozenset(unfinished)
+        self._apply_ended()
+
+    def _apply_ended(self) -> None:
+        if self._ended is not None and self._ended[0] == self.owner:
+            incarnation, stop, unfinished = self._ended
+            self.windows.window_of(incarnation).end(stop, unfinished)
 
     def holds(self, closure: Closure, round_number: int) -> bool:
         """True if the gradients of a closure are kept for a round; False if the round has been applied."""
@@ -167,6 +180,7 @@ class StoreRules:
         self.instance = instance
         self.owner, self._highest_version = described["incarnation"], described["highest_number"]
         self.windows = Windows.of(described["windows"])
+        self._apply_ended()
 
 
 def absent(

@@ -148,6 +148,8 @@ class CopyRules(Generic[T]):
             self._begin_log()
             self.lacks = ()
             self._differed_at = START.seq
+        if view.is_differing and not self.role.is_primary:
+            self.lacks = None
         self._taking = None
         return True
 
@@ -307,6 +309,7 @@ class CopyRules(Generic[T]):
     def _differs(self) -> None:
         self.log.end()  # its entries are useless for the backup now
         self._differed_at = self.role.seq
+        self.role.has_difference = True
 
     def _begin_log(self) -> None:
         self.log.begin(self.role.position)

@@ -221,7 +221,7 @@ class GroupCopy:
         with contextlib.suppress(UnavailableError):  # another server is the primary, or none is
             self.answer(Message({"op": "snapshot", "incarnation": self._state.incarnation}))
 
-    def snapshot(self, directory: Path, epoch: int = 0) -> dict[str, Any]:
+    def snapshot(self, directory: Path, epoch: int = 0, kept_epoch: int = 0) -> dict[str, Any]:
         """Writes a snapshot with the position of the last update: see ``Store.snapshot``.
 
         Raises:
@@ -239,7 +239,7 @@ class GroupCopy:
                     )
                 yield {"position": list(self.position)}
 
-        return store.snapshot(directory, epoch, moment)
+        return store.snapshot(directory, epoch, kept_epoch, moment)
 
     def restore(self, directory: Path, epoch: int | None = None) -> dict[str, Any] | None:
         """Restores the newest intact snapshot if it belongs to this coordinator: see ``Store.restore``.

@@ -13,6 +13,8 @@ higher *epoch* than the one before. The rules:
 - A backup that *joins* lacks data. The primary does not wait for it until it has sent what the backup lacks
   (``log.py``). From then on it waits for acknowledgments. Only then it tells the coordinator that the backup is
   in sync, which may now become the primary.
+- A backup that had another outcome of a message than the primary has other values. The primary says so until it has
+  copied everything to it. Until then the coordinator counts it as a server that has nothing.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ class View:
       primary: The number of the parameter server that clients talk to.
       backup: The number of the server that has the second copy; None if there is none.
       is_joining: True if the backup has no data yet.
+      is_differing: True if the backup that joins must get everything, because its data may differ from the primary's.
       since: The position of the primary from which a lost group resumes; later updates are lost. None if none was
         lost.
     """
@@ -47,6 +50,7 @@ class View:
     backup: int | None
     is_joining: bool = False
     since: Position | None = None
+    is_differing: bool = False
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -64,6 +68,7 @@ class View:
             "backup": self.backup,
             "is_joining": self.is_joining,
             "since": self.since,
+            "is_differing": self.is_differing,
         }
 
     @classmethod
@@ -114,6 +119,7 @@ class GroupRules:
       view: The newest view; None before the first.
       position: The position of the last message that this server ordered as primary or applied as backup.
       partner: The state of the backup, if this server is the primary.
+      has_difference: True if the other server had another outcome of a message, and has not been copied since.
     """
 
     def __init__(self, task: int):
@@ -121,6 +127,7 @@ class GroupRules:
         self.view: View | None = None
         self.position = START
         self.partner = Partner.NONE
+        self.has_difference = False
         self._acked = self._synced_at = 0
         self._tenure = (
             0  # how often it became the primary: a message ordered in one term is never answered in another
@@ -190,6 +197,7 @@ class GroupRules:
 
     def _begin_primary(self, view: View, is_new: bool) -> None:
         self._tenure += is_new
+        self.has_difference = self.has_difference and not is_new
         self._acked = self._synced_at = self.seq
         if view.backup is None:
             self.partner = Partner.NONE
@@ -259,6 +267,7 @@ class GroupRules:
         if epoch != self.epoch or not self.is_primary or self.partner is not Partner.JOINING:
             return False
         self.partner, self._synced_at, self._acked = Partner.IN_SYNC, self.seq, acked
+        self.has_difference = False
         return True
 
     # --- the backup -----------------------------------------------------------------------------------
@@ -304,13 +313,19 @@ class GroupRules:
 
     def described(self) -> dict[str, Any]:
         """Returns the role as JSON: ``epoch``, ``role``, ``position``, and on a primary the state of the
-        ``backup``.
+        ``backup``, and if the other server ``differs``.
         """
         role = "primary" if self.is_primary else "backup" if self.is_backup else "none"
         backup = self.partner
         if backup is Partner.IN_SYNC and self._acked < self._synced_at:
             backup = Partner.JOINING  # messages that were answered before it joined may not have arrived yet
-        return {"epoch": self.epoch, "role": role, "position": list(self.position), "backup": str(backup)}
+        return {
+            "epoch": self.epoch,
+            "role": role,
+            "position": list(self.position),
+            "backup": str(backup),
+            "differs": self.has_difference,
+        }
 
     def _check_primary(self) -> None:
         if not self.is_primary:

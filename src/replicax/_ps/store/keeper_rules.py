@@ -2,7 +2,8 @@
 
 - Without requests, a snapshot is due at every interval, and soon after the last of some new shards was created. Both
   write only what has changed.
-- A coordinator that asks for snapshots of epochs gets no others, which would delay those.
+- A coordinator that asks for snapshots of epochs, or to restore one, gets no others. They would delay those, and
+  replace the file of the last epoch that all servers have.
 - A coordinator sends a request once it has the answer to the one before, or has given that up. So when a newer request
   or another coordinator has come, nobody waits for the earlier request: it is *late*, and is refused. Its snapshot
   would have values of a later moment.
@@ -162,7 +163,8 @@ class KeeperRules:
         return self._request(epoch)
 
     def begins(self, request: SnapshotRequest) -> None:
-        """Checks a request whose turn has come, because another snapshot was being written when it arrived.
+        """Checks a request whose turn has come, because another snapshot was being written when it arrived. From now on
+        only requests write snapshots.
 
         Raises:
           SnapshotError: It is late.
@@ -172,10 +174,6 @@ class KeeperRules:
                 f"The request for the snapshot of epoch {request.epoch} is late: a newer request has arrived, or "
                 "another coordinator. Nothing was written or restored. Ask again with a higher epoch."
             )
-
-    def begins_snapshot(self, request: SnapshotRequest) -> None:
-        """Checks a request to write a snapshot, as ``begins``. From now on only requests write snapshots."""
-        self.begins(request)
         self._is_driven = True
 
     def _request(self, epoch: int) -> SnapshotRequest:

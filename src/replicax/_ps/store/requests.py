@@ -188,15 +188,24 @@ def program_of(header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Updat
 
 @dataclass(frozen=True)
 class Drop:
-    """A request to drop shards and programs that are no longer needed."""
+    """A request to drop shards and programs that are no longer needed.
+
+    Attributes:
+      keys: The keys of the shards.
+      programs: The digests of the programs.
+      number: The number of the call; None for a call that has no number.
+      low: All calls of that client with lower numbers have ended.
+    """
 
     keys: Sequence[str]
     programs: Sequence[str]
+    number: Closure | None
+    low: int
 
     @classmethod
     def of(cls, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Self:
         """Reads a message."""
-        return cls(header["keys"], header.get("programs") or ())
+        return cls(header["keys"], header.get("programs") or (), *_once(header))
 
 
 def keys_of(header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Sequence[str]:

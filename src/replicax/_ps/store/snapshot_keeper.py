@@ -24,7 +24,7 @@ class Kept(Protocol):
     def progress(self) -> Progress: ...
 
     def statistics(self) -> dict[str, Any]: ...
-    def snapshot(self, directory: Path, epoch: int = 0) -> dict[str, Any]: ...
+    def snapshot(self, directory: Path, epoch: int = 0, kept_epoch: int = 0) -> dict[str, Any]: ...
     def restore(self, directory: Path, epoch: int | None = None) -> dict[str, Any] | None: ...
 
 
@@ -96,11 +96,12 @@ class SnapshotKeeper:
             self._rules.ask()
         self._wake.set()
 
-    def take(self, epoch: int = 0) -> dict[str, Any]:
+    def take(self, epoch: int = 0, kept_epoch: int = 0) -> dict[str, Any]:
         """Writes a snapshot now. Returns the result of the store's ``snapshot``.
 
         Args:
           epoch: The epoch, if a coordinator asks for it; else 0.
+          kept_epoch: The last epoch of which all servers have a snapshot; 0 if there is none.
 
         Raises:
           SnapshotError: The snapshot could not be written, or the coordinator's request is late.
@@ -113,8 +114,8 @@ class SnapshotKeeper:
             before = self._store.progress
             if request is not None:
                 with self._rules_lock:
-                    self._rules.begins_snapshot(request)
-            told = self._store.snapshot(self._directory, epoch)
+                    self._rules.begins(request)
+            told = self._store.snapshot(self._directory, epoch, kept_epoch)
             with self._rules_lock:
                 self._rules.wrote(before)
         return told

@@ -8,6 +8,8 @@ earlier one: its file has the changes. The files from the base to this one are i
   the chain does not become too long.
 - The chain of the newest snapshot is kept, and the chain of the base before it. So once there are two bases, two
   snapshots exist that share no file. Nothing is removed before the newest snapshot is complete.
+- The chain of the last epoch of which all servers have a snapshot is kept, because all may go back to it. Between that
+  and the newest snapshot may be any number of epochs that another server did not write.
 - Files between the newest snapshot and its predecessor belong to a state that was rolled back.
 """
 
@@ -56,7 +58,9 @@ def is_whole(chain: Chain, used: Collection[int], sizes: Mapping[int, int]) -> b
     )
 
 
-def removable(numbers: Iterable[int], before: Chain | None, newest: Chain) -> list[int]:
+def removable(
+    numbers: Iterable[int], before: Chain | None, newest: Chain, kept: Chain | None = None
+) -> list[int]:
     """Returns the numbers of the files that are no longer needed, once the newest snapshot is complete.
 
     Args:
@@ -64,12 +68,14 @@ def removable(numbers: Iterable[int], before: Chain | None, newest: Chain) -> li
       before: The chain of the snapshot that was written or restored before it; None if it is not known, as in a new
         process that has restored none. Then all files are kept.
       newest: The chain of the newest snapshot.
+      kept: The chain of the last epoch of which all servers have a snapshot; None if there is none.
     """
     if before is None:
         return []
     is_base = len(newest) == 1
     first, last, own = before[0][0] if is_base else 0, before[-1][0], newest[-1][0]
-    return [number for number in numbers if not first <= number <= last and number != own]
+    needed = {own, *(number for number, _ in kept or ())}
+    return [number for number in numbers if not first <= number <= last and number not in needed]
 
 
 def restore_order(numbers: Iterable[int]) -> list[int]:

@@ -23,6 +23,7 @@ from replicax._ps.store.snapshot_entries import Plan, write_entry
 from replicax._ps.store.snapshot_manifest import Block, Manifest, ShardRecord
 from replicax._ps.store.snapshot_parts import Bytes, read_value
 from replicax._ps.store.snapshot_rules import (
+    Chain,
     continued,
     is_of_epoch,
     is_whole,
@@ -73,6 +74,7 @@ class SnapshotFolder:
         content: Mapping[str, Any],
         plan: Plan,
         on_written: Callable[[str], None] = lambda key: None,
+        kept_epoch: int = 0,
     ) -> tuple[Path, int]:
         """Writes a snapshot, then removes those that are no longer needed.
 
@@ -82,6 +84,7 @@ class SnapshotFolder:
           content: The data that is read first, as JSON.
           plan: The shards. They are removed from the plan as they are written, so that views end early.
           on_written: Called with the key of each shard once it is written.
+          kept_epoch: The epoch whose snapshot is needed besides this one; 0 for none.
 
         Returns:
           The file, and its number of bytes.
@@ -113,7 +116,9 @@ class SnapshotFolder:
                 "Give a folder that is writable and has room for four times the variables of the server."
             )
         before, self.last = self.last, manifest
-        for number in removable(self._numbers(), None if before is None else before.chain, manifest.chain):
+        kept = self._chain_of(kept_epoch, before) if kept_epoch else None
+        chain = None if before is None else before.chain
+        for number in removable(self._numbers(), chain, manifest.chain, kept):
             with contextlib.suppress(OSError):  # the next snapshot tries again
                 self.file(number).unlink()
         return path, num_bytes
@@ -161,6 +166,17 @@ class SnapshotFolder:
             with contextlib.suppress(SnapshotError, OSError):
                 with contextlib.closing(Snapshot.opened(self.file(number), number)) as snapshot:
                     return snapshot.content.get("time", 0.0), str(snapshot.content["incarnation"])
+        return None
+
+    def _chain_of(self, epoch: int, before: Manifest | None) -> Chain | None:
+        """Returns the chain of the newest snapshot of an epoch, most often the one before; None if there is none."""
+        if before is not None and before.content["epoch"] == epoch:
+            return before.chain
+        for number in restore_order(self._numbers()):
+            with contextlib.suppress(SnapshotError, OSError):
+                with contextlib.closing(Snapshot.opened(self.file(number), number)) as snapshot:
+                    if is_of_epoch(snapshot.content["epoch"], epoch):
+                        return snapshot.manifest.chain
         return None
 
     def _numbers(self) -> list[int]:

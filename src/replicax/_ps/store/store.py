@@ -137,7 +137,9 @@ class Store:
         rules = self._contents.rules
         return Progress(rules.instance, rules.num_changes, rules.num_created)
 
-    def snapshot(self, directory: str | Path, epoch: int = 0, moment: Moment = any_moment) -> dict[str, Any]:
+    def snapshot(
+        self, directory: str | Path, epoch: int = 0, kept_epoch: int = 0, moment: Moment = any_moment
+    ) -> dict[str, Any]:
         """Writes the changes since the last snapshot, and the record of applied closures, to a new file.
 
         Updates continue meanwhile. The values are those of one moment. Until a shard is written, the first update
@@ -148,6 +150,7 @@ class Store:
         Args:
           directory: A folder for this server alone.
           epoch: A number by which ``restore`` finds the snapshot.
+          kept_epoch: The epoch whose snapshot must stay, because this one may not replace it yet; 0 for none.
           moment: A context that is active while the values are taken. ``restore`` returns the data that it gives.
 
         Returns:
@@ -157,7 +160,15 @@ class Store:
         Raises:
           SnapshotError: The snapshot could not be written; earlier ones are unchanged.
         """
-        return self._snapshots.write(Path(directory), epoch, moment)
+        return self._snapshots.write(Path(directory), epoch, moment, kept_epoch)
+
+    def end_closures(self, incarnation: str, stop: int, unfinished: Sequence[int]) -> None:
+        """Records that all closures of a coordinator below ``stop`` have ended, besides these.
+
+        No push of theirs is applied any more, also not after ``restore``.
+        """
+        with self._lock:
+            self._contents.rules.end(incarnation, stop, unfinished)
 
     def restore(self, directory: str | Path, epoch: int | None = None) -> dict[str, Any] | None:
         """Replaces the contents by the newest intact snapshot. The store has a new ``instance`` then.
@@ -302,11 +313,14 @@ class Store:
     def _drop(self, request: Drop, sender: str | None) -> Message:
         with self._lock:
             self._contents.rules.check(sender)
+            if self._contents.rules.has_done(request.number, request.low):
+                return Message({"duplicate": True})
             for key in request.keys:
                 self._contents.shards.pop(key, None)  # it may have been dropped before
             self._contents.gradients.forget(request.keys)
             for digest in request.programs:
                 self._contents.programs.pop(digest, None)
+            self._contents.rules.did(request.number)
         return Message({})
 
     def _find(self, keys: Sequence[str], sender: str | None) -> Message:

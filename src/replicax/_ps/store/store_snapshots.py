@@ -44,11 +44,13 @@ class StoreSnapshots:
         self._has_room = threading.Condition(lock)
         self._folder: SnapshotFolder | None = None
 
-    def write(self, directory: Path, epoch: int, moment: Moment = any_moment) -> dict[str, Any]:
+    def write(
+        self, directory: Path, epoch: int, moment: Moment = any_moment, kept_epoch: int = 0
+    ) -> dict[str, Any]:
         """See ``Store.snapshot``."""
         with self._turn:
             folder = self._folder_of(directory)
-            return self._write(folder, folder.previous(), epoch, moment)
+            return self._write(folder, folder.previous(), epoch, moment, kept_epoch)
 
     def restore(self, directory: Path, epoch: int | None) -> dict[str, Any] | None:
         """See ``Store.restore``."""
@@ -107,7 +109,12 @@ class StoreSnapshots:
         return self._folder
 
     def _write(
-        self, folder: SnapshotFolder, previous: Manifest | None, epoch: int, moment: Moment
+        self,
+        folder: SnapshotFolder,
+        previous: Manifest | None,
+        epoch: int,
+        moment: Moment,
+        kept_epoch: int,
     ) -> dict[str, Any]:
         contents = self._contents
         with moment() as said, self._lock:
@@ -118,7 +125,7 @@ class StoreSnapshots:
             sizes = {shard.key: shard.num_bytes for shard, _ in before}
             contents.unwritten = Unwritten(sizes, shared, time.monotonic() + LONGEST_WRITE_S)
         try:
-            path, num_bytes = folder.write(content, plan, self._is_written)
+            path, num_bytes = folder.write(content, plan, self._is_written, kept_epoch)
         except BaseException:
             with self._lock:
                 for shard, counted in before:

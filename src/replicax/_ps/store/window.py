@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final, Self, final
 
 MAX_WINDOWS: Final = 1024
@@ -68,6 +68,13 @@ class Window:
         self._low = low
         ended = bisect_right(self._stops, low)
         del self._starts[:ended], self._stops[:ended]
+
+    def end(self, stop: int, unfinished: Collection[int]) -> None:
+        """Records that all closures below ``stop`` have ended, besides these."""
+        self.raise_low(min([stop, *unfinished]))
+        for number in range(self._low, stop):
+            if number not in unfinished:
+                self.add(number)
 
     def described(self) -> dict[str, Any]:
         """Returns the window as JSON."""

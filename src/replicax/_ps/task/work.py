@@ -187,10 +187,12 @@ class PsHost:
 
     def _snapshot(self, header: Mapping[str, Any]) -> Mapping[str, Any]:
         assert self._keeper is not None
-        return self._keeper.take(header["epoch"])
+        return self._keeper.take(header["epoch"], header.get("kept_epoch", 0))
 
     def _restore(self, header: Mapping[str, Any]) -> Mapping[str, Any]:
         assert self._keeper is not None
+        if "stop" in header:
+            self._store.end_closures(header["incarnation"], header["stop"], header["unfinished"])
         restored = self._keeper.restore(header["epoch"])
         return {"instance": self._store.instance, "restored": restored}
 
