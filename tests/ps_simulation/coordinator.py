@@ -6,7 +6,7 @@ from ps_simulation.asking_servers import AskingServers
 from ps_simulation.routines import Reply
 from ps_simulation.server_task import ps
 from ps_simulation.task_process import Link, TaskProcess
-from ps_simulation.worker_task import FUNCTIONS, worker
+from ps_simulation.worker_task import FUNCTIONS
 from replicax._ps.client.groups import Groups
 from replicax._ps.job import actions_out as actions
 from replicax._ps.job import events_in as events
@@ -30,7 +30,7 @@ class Coordinator(TaskProcess):
       scenario: What the run is like; see ``Jobs``.
 
     Attributes:
-      job: The job; None before all servers have answered.
+      job, job_servers: The job, and its side of the servers; None before all servers have answered.
       servers: The session's clients of the servers.
       epoch: The session's epoch: workers read variables again when it changes.
     """
@@ -38,7 +38,7 @@ class Coordinator(TaskProcess):
     def __init__(self, scenario, world):
         super().__init__(world, COORDINATOR)
         self.scenario = scenario
-        self.job = self.groups = None
+        self.job = self.job_servers = self.groups = None
         self.servers = AskingServers(self, scenario.num_servers, INCARNATION, returns=scenario.servers_return)
         self.epoch = 0
         self._events = deque()
@@ -96,11 +96,15 @@ class Coordinator(TaskProcess):
             on_ps_restart=scenario.on_ps_restart,
             capacity=scenario.capacity,
         )
-        self.job = Job(setup, lambda hooks: JobServers(hooks, instances))
+        self.job = Job(setup, lambda hooks: self._make_servers(hooks, instances))
         self._carry_out(self.job.start(self.world.now))
         self.give(events.VariablesMade(scenario.num_servers))
         scenario.begin_callers(self)
         self.world.moment("job")
+
+    def _make_servers(self, hooks, instances):
+        self.job_servers = JobServers(hooks, instances)
+        return self.job_servers
 
     def _greeted(self, number):
         while True:
@@ -341,5 +345,10 @@ class Coordinator(TaskProcess):
         )
         return function.number
 
-    def worker_names(self):
-        return [worker(number) for number in range(self.scenario.num_workers)]
+    def has_given_up(self, name):
+        """True if the job tries to reach a worker no longer."""
+        return (
+            name.startswith("worker")
+            and self.job is not None
+            and self.job.statistics()["workers"][name]["given_up"]
+        )

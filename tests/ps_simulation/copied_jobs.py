@@ -2,8 +2,14 @@
 
 from collections import Counter
 
+from ps_simulation.coordinator import COORDINATOR
 from ps_simulation.jobs import Jobs
 from ps_simulation.server_task import ServerTask, ps
+
+DETECTION_S = 8.0
+"""The loss of a server is noticed, and the other one has its role, within this time."""
+COPIED_S = 8.0
+"""A server that is back has a copy of each of its groups again within this time."""
 
 
 class TwoCopies(Jobs):
@@ -21,15 +27,55 @@ class TwoCopies(Jobs):
         self.num_servers = self.random.choice([2, 2, 3])
         self.log_entries = self.random.choice([3, 20, 10**6])
 
+    def __init__(self, seed):
+        super().__init__(seed)
+        self.memory_losses = []  # when, which server
+
     @property
     def servers_return(self):
         return True
 
+    def kill(self, world, process, kind):
+        if isinstance(process, ServerTask):
+            self.memory_losses.append((world.now, process.name))
+        super().kill(world, process, kind)
+
+    def note_session_ended(self, process):
+        super().note_session_ended(process)
+        if isinstance(process, ServerTask):
+            self.memory_losses.append((process.world.now, process.name))
+
+    def is_excused(self, group):
+        """True if both servers of a group were disturbed in so short a time that no second copy could be made between,
+        and one of them lost its memory.
+        """
+        members = {ps(member) for member in self.coordinator.groups.members(group)}
+        for at, name in self.memory_losses:
+            if name in members:
+                (other,) = members - {name}
+                near = {COORDINATOR, *members}
+                for start, end, targets in self.disturbances.of(other):
+                    if targets <= near and start - DETECTION_S <= at <= end + COPIED_S:
+                        return True
+        return False
+
+    def reasons_of_loss(self):
+        groups = self.coordinator.groups
+        if groups.lost and all(self.is_excused(group) for group in groups.lost):
+            yield f"both servers of {groups.lost} were lost together"
+        yield from self.reasons_of_workers()
+
+    def reasons_of_failure(self):
+        if any(self.is_excused(group) for group in range(self.num_servers)):
+            yield "both servers of a group were lost together"
+        yield from super().reasons_of_failure()
+
     def check_servers(self, world):
         self.is_lost = self.is_lost or bool(self.coordinator.groups.lost)  # after the last function
-        if self.is_lost:
-            return
         for view in self.coordinator.groups.views:
+            if self.is_lost:
+                self.check_served(view)
+                continue
             assert view.backup is not None, f"group {view.group} has one copy"
             assert not view.is_joining or world.processes[ps(view.backup)].groups[view.group].rules.is_backup
             for task in view.members:
@@ -39,8 +85,11 @@ class TwoCopies(Jobs):
                 assert one == other
                 self.check_counter(view.group, one)
 
-    def check_lost(self):
-        assert self.num_server_faults > 1, f"lost: {self.failures[-1:]}"
+    def check_served(self, view):
+        """A group that is not lost has all that was acknowledged, whatever became of the others."""
+        copy = self.world.processes[ps(view.primary)].groups.get(view.group)
+        if view.group not in self.coordinator.groups.lost and copy is not None and copy.rules.is_primary:
+            self.check_counter(view.group, copy.store.counters[self.keys[view.group]][0])
 
 
 class BothLost(TwoCopies):
@@ -71,6 +120,25 @@ class BothLost(TwoCopies):
                 faults.append(self.drawn_fault(at, "restart", ps(number), [], 8.0 * of_seed.random(), when))
         return faults
 
+    def lacks(self, server):
+        """Returns the keys of a group that none of its two servers has, in memory or from a snapshot."""
+        keys = set(self.keys_of(server))
+        for member in self.coordinator.groups.members(server):
+            copy = self.world.processes[ps(member)].groups.get(server)
+            if copy is not None and keys <= set(copy.store.counters):
+                return []
+        return sorted(keys)
+
+    def reasons_of_loss(self):
+        for group in range(self.num_servers):
+            if self.lacks(group):
+                yield f"no server has group {group}, in memory or from a snapshot"
+        yield from self.reasons_of_workers()
+
+    def reasons_of_failure(self):
+        yield from self.reasons_of_loss()
+        yield from Jobs.reasons_of_failure(self)
+
     def kill(self, world, process, kind):
         if isinstance(process, ServerTask):
             for number, group in process.groups.items():
@@ -87,6 +155,3 @@ class BothLost(TwoCopies):
             if copy is not None and self.keys[group] in copy.store.counters:
                 has = set(copy.store.counters[self.keys[group]][0])
                 self.lost[group] |= set(self.had[group]) - has
-
-    def check_lost(self):
-        assert self.num_server_faults > 1, f"lost: {self.failures[-1:]}"

@@ -272,6 +272,9 @@ class Copies:
                 assert one == other, "a reader sees half an update"
                 assert function in one, f"function {function} is acknowledged, and its answer is without it"
 
+    def note_session_ended(self, process):
+        """A server has dropped its data, because the coordinator was silent."""
+
     def differs(self, group, seq):
         raise AssertionError(f"message {seq} of group {group} has two outcomes")
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from ps_simulation.container_lengths import lengths_of
 from ps_simulation.coordinator import COORDINATOR, Coordinator
+from ps_simulation.disturbances import Disturbances
 from ps_simulation.names import Names
-from ps_simulation.server_task import ServerTask, ps
+from ps_simulation.server_task import SILENCE_S, ServerTask, ps
 from ps_simulation.snapshot_disk import Disk
 from ps_simulation.worker_task import WorkerTask, worker
 from replicax._ps.coordinator.limits import Limits
@@ -25,7 +26,9 @@ from replicax._src.vocabulary.errors import (
 )
 from simulation.world import Fault
 
-SILENCE_S = 50.0  # a session may end after this time without heartbeats
+SLACK_S = 5.0  # heartbeats are noticed to be missing, and answered again, this much sooner or later
+NO_ANSWER_S = 8.0
+"""A function may fail after so much time in which its worker, or the coordinator, could not reach a server."""
 PATIENCE_S = 110.0
 """A job that still raises so long after the last fault is lost."""
 MOST_LENGTHS = 1500
@@ -103,8 +106,10 @@ class Jobs:
         self.has_ended = False
         self.failures = []  # that callers have got
         self.lost = {}  # server: functions that a process of it had, and the one that took its place has not
-        self.num_worker_faults = self.num_server_faults = 0
-        self.silence_s = 0.0
+        self.num_worker_faults = 0
+        self.disturbances = Disturbances()
+        self.ended_sessions = []  # tasks that have dropped their data because the coordinator was silent
+        self.started_without = {}  # server: a process of it began, and had not all of its variables
         self.is_lost = self.is_closed_early = False
         self.keys = [f"counter {number}" for number in range(self.num_servers)]
         self.disks = [Disk() if self.has_snapshots else None for _ in range(self.num_servers)]
@@ -176,9 +181,8 @@ class Jobs:
         """Lets a fault happen."""
         process = world.processes.get(fault.targets[0])
         self.num_worker_faults += any(name.startswith("worker") for name in fault.targets)
-        self.num_server_faults += any(name.startswith("ps") for name in fault.targets)
-        if fault.kind in ("pause", "part", "part one way"):
-            self.silence_s += fault.for_s
+        if fault.kind not in ("interrupt", "close") and process.is_alive:
+            self.disturbances.note(world.now, fault.for_s, fault.targets)
         match fault.kind:
             case "interrupt":
                 world.trace(f"FAULT {fault}")
@@ -328,6 +332,7 @@ class Jobs:
 
     def note_killed(self, process):
         """A function kills its worker, which is started again."""
+        self.disturbances.note(process.world.now, 0.3, [process.name])
         process.world.at(process.world.now + 0.3, self.restart, process.world, process)
 
     def note_ran(self, process, request):
@@ -367,9 +372,53 @@ class Jobs:
             lengths = lengths_of(self.coordinator.job)
             assert sum(lengths.values()) < MOST_LENGTHS, f"the job keeps {lengths.most_common(8)}"
 
+    # --- what may be lost ---------------------------------------------------------------------------
+
+    def note_session_ended(self, process):
+        """A task has ended the coordinator's session, and has dropped its data: it has heard nothing for too long."""
+        if self.has_ended or self.coordinator.has_given_up(process.name):
+            return
+        start, end = next(reversed(self.disturbances.between(COORDINATOR, process.name)), (0.0, 0.0))
+        now = process.world.now
+        assert start <= now - SILENCE_S + SLACK_S and end >= now - SLACK_S, f"nobody speaks to {process.name}"
+        self.ended_sessions.append(process.name)
+
+    def keys_of(self, server):
+        """Returns the keys of the variables of a server that have been made."""
+        return [self.keys[server]]
+
+    def reasons_of_loss(self):
+        """Yields the reasons that are true at the end, for which functions can never run again."""
+        for server in range(self.num_servers):
+            if lacks := self.lacks(server):
+                yield f"nobody has {lacks}"
+        yield from self.reasons_of_workers()
+
+    def reasons_of_workers(self):
+        yield from (f"{name} has ended the session" for name in self.ended_sessions if "worker" in name)
+        given_up = [self.coordinator.has_given_up(worker(number)) for number in range(self.num_workers)]
+        if all(given_up):
+            yield "all workers are given up"
+
+    def lacks(self, server):
+        """Returns the keys of the variables of a server that it has lost."""
+        counters = self.world.processes[ps(server)].store.counters
+        return [key for key in self.keys_of(server) if key not in counters]
+
+    def reasons_of_failure(self):
+        """Yields the reasons that were true at some time, for which functions may have failed."""
+        yield from self.reasons_of_loss()
+        yield from (f"{name} has ended the session" for name in self.ended_sessions)
+        servers = [ps(number) for number in range(self.num_servers)]
+        limit_s = self.limits.reconnect_s if self.servers_return else NO_ANSWER_S
+        for other in (COORDINATOR, *(worker(number) for number in range(self.num_workers))):
+            for server in servers:
+                if (silent_s := self.disturbances.longest(other, server)) > limit_s - SLACK_S:
+                    yield f"{other} could not reach {server} for {silent_s} s"
+
     def check_lost(self):
         """The job may be lost only for a reason that is true."""
-        assert self.num_server_faults or self.silence_s > SILENCE_S, f"lost: {self.failures[-1:]}"
+        assert list(self.reasons_of_loss()), f"lost: {self.failures[-1:]}"
 
     def check_errors(self):
         """Functions fail only for reasons that are true."""
@@ -382,9 +431,11 @@ class Jobs:
             elif "probably kills workers" in text:
                 assert self.num_worker_faults >= 3 or function.ends == "kills", text
             elif isinstance(error, UnavailableError | StaleCoordinatorError):
-                assert self.num_server_faults or self.silence_s > SILENCE_S, text
+                assert list(self.reasons_of_failure()), text
             else:
                 assert function.ends in ("raises", "refused", "cannot travel"), f"{function.name}: {error!r}"
+
+    # --- what the servers have ----------------------------------------------------------------------
 
     def check_servers(self, world):
         """Checks the counters once all is done."""

@@ -67,6 +67,7 @@ class ServerTask(TaskProcess):
         if self.session.time_passed(self.world.now):
             self.world.trace(f"    {self.name} ends the session of {incarnation}, which is silent")
             self._drop()
+            self.scenario.note_session_ended(self)
         self.after(TICK_S, self._watch)
 
     # --- requests -----------------------------------------------------------------------------------

@@ -74,9 +74,6 @@ class Continued(Jobs):
             finished = newly & self.due(server)
             assert not finished or min(finished) >= int(included[1]), f"{sorted(finished)} are lost: {text}"
 
-    def check_lost(self):
-        assert self.num_unusable or self.silence_s > 50.0, f"lost: {self.failures[-1:]}"
-
 
 class Rewinds(Continued):
     """When a server restarts, all go back to snapshots that they took together."""
@@ -99,6 +96,19 @@ class Rewinds(Continued):
     def __init__(self, seed):
         super().__init__(seed)
         self.undone = set()
+        self.has_no_way_back = []  # servers that restarted, and lacked the snapshot to which all should go back
+
+    def restart(self, world, process):
+        super().restart(world, process)
+        if process.name.startswith("ps") and self.coordinator.job is not None:
+            epoch = self.coordinator.job_servers.last_epoch
+            snapshots = self.disks[process.index].folders.get("", {}).values()
+            if epoch not in {each.epoch for each in snapshots if each.epoch}:
+                self.has_no_way_back.append(process.name)
+
+    def reasons_of_loss(self):
+        yield from super().reasons_of_loss()
+        yield from (f"{name} could not go back" for name in self.has_no_way_back)
 
     def check_counter(self, server, counted):
         self.lost[server] = self.undone
@@ -117,6 +127,3 @@ class Rewinds(Continued):
             if error is None and self.functions[number].ends == "adds":
                 has = {number in counted[server] for server in servers}
                 assert len(has) == 1, f"function {number} is undone on some of the servers"
-
-    def check_lost(self):
-        assert self.num_server_faults, f"lost: {self.failures[-1:]}"

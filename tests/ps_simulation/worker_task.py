@@ -48,6 +48,7 @@ class WorkerTask(TaskProcess):
     def _watch(self):
         if self.session.time_passed(self.world.now):
             self._drop()
+            self.scenario.note_session_ended(self)
         self.after(TICK_S, self._watch)
 
     def _drop(self):
