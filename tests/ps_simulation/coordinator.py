@@ -49,7 +49,9 @@ class Coordinator(TaskProcess):
         self._connections = {}  # worker: number, link
         self._replies = {}  # worker: those that the job has not got, in the order of the requests
         self._waits, self._num_waits = {}, 0
+        self._asked = {}  # request: the task, and what it was asked
         self.num_scheduled = 0
+        self.instances = []  # the servers' processes that answered the first hello
 
     # --- the start ----------------------------------------------------------------------------------
 
@@ -67,7 +69,7 @@ class Coordinator(TaskProcess):
         result.then(check)
 
     def _begin(self):
-        scenario, instances, intervals = self.scenario, [], []
+        scenario, instances, intervals = self.scenario, self.instances, []
         for number in range(scenario.num_servers):
             told = yield from self._greeted(number)
             instances.append(told["instance"])
@@ -149,6 +151,10 @@ class Coordinator(TaskProcess):
         self._at_once = self._at_once + 1 if now == self._last_moment else 0
         self._last_moment = now
         assert self._at_once < MOST_AT_ONCE, f"the job does not come to rest: {event}"
+        if isinstance(event, events.Answered | events.Failed) and event.request in self._asked:
+            task, op = self._asked.pop(event.request)
+            if isinstance(event, events.Answered):
+                self.scenario.note_answer(self, task, op, event.answer)
         done = self.job.receive(event, now)
         if self.job.bug is not None:
             raise self.job.bug
@@ -176,6 +182,7 @@ class Coordinator(TaskProcess):
         match action:
             case actions.Ask(request, task, op, header, timeout_s):
                 self.scenario.note_request(self, action)
+                self._asked[request] = task, op
                 reply = self.ask(task, {"ask": op, "incarnation": INCARNATION, **header}, timeout_s)
                 self._when_done(request, reply)
             case actions.Perform(request, operation, arguments):

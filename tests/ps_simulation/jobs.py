@@ -31,6 +31,8 @@ NO_ANSWER_S = 8.0
 """A function may fail after so much time in which its worker, or the coordinator, could not reach a server."""
 PATIENCE_S = 110.0
 """A job that still raises so long after the last fault is lost."""
+SETTLED_S = 80.0
+"""A server is used again within this time: a request to a host that is lost may take a minute."""
 MOST_LENGTHS = 1500
 """The most items in all containers of a job that has ended, with any number of functions; 200 events take part of it."""
 
@@ -102,7 +104,7 @@ class Jobs:
         self.kinds = of_seed.choice([self.mild, self.mild, self.mild, self.wild])
         self.computing = random.Random(f"computing {seed}")
         self.functions = []
-        self.settled = {}
+        self.settled, self.settled_at = {}, {}
         self.has_ended = False
         self.failures = []  # that callers have got
         self.lost = {}  # server: functions that a process of it had, and the one that took its place has not
@@ -278,11 +280,18 @@ class Jobs:
         yield 1.0
         while (left_s := self.world.last_fault + self.settled_s - self.world.now) > 0.0:
             yield left_s + 0.001
+        while not (self.has_ended or self.is_lost or self.is_settled()):
+            assert self.world.now < self.world.last_fault + SETTLED_S, "a server that is back is not used"
+            yield 1.0
         if not self.has_ended:
             self.check_servers(self.world)
             self.close(coordinator)
         yield from coordinator.wait("ended")
         coordinator.end(0)
+
+    def is_settled(self):
+        """True if the job uses the processes of the servers that are there, so that nothing more is to come."""
+        return True
 
     def close(self, coordinator):
         if coordinator.job is not None and not self.has_ended:
@@ -313,6 +322,9 @@ class Jobs:
 
     def note_request(self, coordinator, ask):
         """The job asks a task."""
+
+    def note_answer(self, coordinator, task, op, answer):
+        """The job learns what a task has answered."""
 
     def note_scheduled(self, coordinator, function):
         assert len(self.functions) == function.number
@@ -345,6 +357,7 @@ class Jobs:
         assert action.number not in self.settled, f"function {action.number} ends twice"
         assert action.number < coordinator.num_scheduled
         self.settled[action.number] = action.error
+        self.settled_at[action.number] = self.world.now
         coordinator.world.trace(f"  function {action.number} ends on {action.worker or 'none'}")
         if action.error is None:
             assert action.answer["number"] == action.number, (

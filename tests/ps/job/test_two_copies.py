@@ -261,6 +261,21 @@ def test_primary_that_is_lost_while_it_resumes_is_waited_for_again():
     assert job.run_until(lambda: job.may_run, 20.0)
 
 
+def test_log_does_not_say_that_nothing_is_lost_while_a_group_resumes_from_a_snapshot():
+    job = copied()
+    lose_both(job)
+    job.operation_s = 5.0
+    for index in (0, 1):
+        job.ps[index].restarts(**snapshot((1, 40), 0, 1))
+    assert job.run_until(lambda: any(getattr(each, "operation", "") == "restored" for each in job.sent), 20.0)
+    before = len(job.lines)
+    job.ps[1].is_down = True
+    assert job.run_until(lambda: job.may_run, 60.0)
+    assert job.servers.statistics()["ps"]["ps 1"]["connected"] is False
+    assert "about 20 acknowledged updates are lost" in job.log_text
+    assert "No acknowledged update is lost" not in "\n".join(job.lines[before:])
+
+
 # --- a server is not what it has said ------------------------------------------------------------------------
 
 

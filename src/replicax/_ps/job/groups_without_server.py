@@ -42,6 +42,11 @@ class GroupsWithoutServer:
         self._restored: dict[int, Mapping[str, Any]] = {}
         self._parts: dict[int, Mapping[str, Any]] = {}
 
+    @property
+    def is_waiting(self) -> bool:
+        """True if a group was lost and the job has not resumed with it yet."""
+        return bool(self._since)
+
     def wait_for(self, groups: Sequence[int]) -> None:
         """Starts to wait for groups that are lost now."""
         for group in groups:
