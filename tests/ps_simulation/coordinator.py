@@ -3,6 +3,7 @@
 from collections import deque
 
 from ps_simulation.asking_servers import AskingServers
+from ps_simulation.integer_store import both
 from ps_simulation.routines import Reply
 from ps_simulation.server_task import ps
 from ps_simulation.task_process import Link, TaskProcess
@@ -51,6 +52,7 @@ class Coordinator(TaskProcess):
         self._waits, self._num_waits = {}, 0
         self._asked = {}  # request: the task, and what it was asked
         self.num_scheduled = 0
+        self._num_made = scenario.num_servers
         self.instances = []  # the servers' processes that answered the first hello
 
     # --- the start ----------------------------------------------------------------------------------
@@ -83,7 +85,7 @@ class Coordinator(TaskProcess):
         for number, key in enumerate(scenario.keys):
             self.servers.servers[number].programs[scenario.program] = True
             yield from self.servers.ask({number: {"op": "program", "digest": scenario.program}})
-            request = {"op": "create", "keys": [key], "number": ("creator", number), "low": 0}
+            request = {"op": "create", "keys": both(key), "number": ("creator", number), "low": 0}
             yield from self.servers.ask({number: request})
         setup = Setup(
             scenario.num_workers,
@@ -291,12 +293,11 @@ class Coordinator(TaskProcess):
         for digest in list(server.programs):
             yield from self.servers.ask({index: {"op": "program", "digest": digest}})
         self.epoch += 1
-        mine = self.scenario.keys[index]
-        return [mine] if keys is not None and mine not in keys else []
+        return [key for key in self.scenario.keys_of(index) if keys is not None and key not in keys]
 
     def _perform_names_on(self, index):
         yield 0.0
-        return [self.scenario.keys[index]]
+        return self.scenario.keys_of(index)
 
     def _perform_use_primaries(self, views):
         yield 0.0
@@ -351,6 +352,17 @@ class Coordinator(TaskProcess):
             )
         )
         return function.number
+
+    def make_variable(self, server):
+        """Makes one more variable, as a caller's thread does. It is not there if this raises."""
+        number = self._num_made
+        self._num_made += 1
+        key = f"variable {number}"
+        request = {"op": "create", "keys": [key], "number": ("creator", number), "low": 0}
+        yield from self.servers.ask({server: request})
+        self.scenario.made_later[server].append(key)
+        self.world.moment("made")
+        self.give(events.VariablesMade(number + 1))
 
     def has_given_up(self, name):
         """True if the job tries to reach a worker no longer."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from ps_simulation.container_lengths import lengths_of
 from ps_simulation.coordinator import COORDINATOR, Coordinator
 from ps_simulation.disturbances import Disturbances
+from ps_simulation.integer_store import both, value_in
 from ps_simulation.names import Names
 from ps_simulation.server_task import SILENCE_S, ServerTask, ps
 from ps_simulation.snapshot_disk import Disk
@@ -26,6 +27,7 @@ from replicax._src.vocabulary.errors import (
 )
 from simulation.world import Fault
 
+FUNCTION_S = 0.3
 SLACK_S = 5.0  # heartbeats are noticed to be missing, and answered again, this much sooner or later
 NO_ANSWER_S = 8.0
 """A function may fail after so much time in which its worker, or the coordinator, could not reach a server."""
@@ -85,6 +87,7 @@ class Jobs:
     mild = ("adds",) * 8 + ("reads",)
     wild = ("adds",) * 20 + ("reads", "raises", "cannot travel", "refused")
     program = "add"
+    makes_variables = False
     network = {}  # noqa: RUF012 - options of the world, which nobody changes
     server_faults = ("cut", "cut", "pause", "part", "part one way")
     log_entries = 10**6
@@ -111,9 +114,10 @@ class Jobs:
         self.num_worker_faults = 0
         self.disturbances = Disturbances()
         self.ended_sessions = []  # tasks that have dropped their data because the coordinator was silent
-        self.started_without = {}  # server: a process of it began, and had not all of its variables
         self.is_lost = self.is_closed_early = False
         self.keys = [f"counter {number}" for number in range(self.num_servers)]
+        self.made_later = [[] for _ in self.keys]  # for each server, the keys of variables that were made later
+        self.makes_at = of_seed.randrange(self.num_functions) if self.makes_variables else None
         self.disks = [Disk() if self.has_snapshots else None for _ in range(self.num_servers)]
         self.planned = [self.drawn() for _ in range(self.num_functions)]
 
@@ -242,6 +246,9 @@ class Jobs:
                     break
                 yield 0.05
                 continue  # an earlier failure
+            if coordinator.num_scheduled == self.makes_at:
+                self.makes_at = None
+                yield from self.tried(coordinator.make_variable(of_seed.randrange(self.num_servers)))
             coordinator.schedule(function)
             if of_seed.random() < 0.3:
                 yield of_seed.choice([0.0, 0.001, 0.05, 0.5]) * of_seed.random()
@@ -254,7 +261,10 @@ class Jobs:
     def joined(self, coordinator):
         """Waits until all functions have ended, through all failures. Notes if the job is lost for good."""
         while not self.has_ended:
-            if (yield from self.tried(coordinator.wait("idle"))):
+            began, num_left = self.world.now, coordinator.num_scheduled - len(self.settled)
+            is_done = yield from self.tried(coordinator.wait("idle"))
+            self.check_join(began, num_left)
+            if is_done:
                 missing = set(range(coordinator.num_scheduled)) - set(self.settled)
                 assert not missing, f"join returns, and {sorted(missing)} have not ended"
                 return
@@ -262,6 +272,12 @@ class Jobs:
                 self.is_lost = True
                 return
             yield 1.0
+
+    def check_join(self, began, num_left):
+        """`join` has ended. It takes not much longer than the functions, after the last fault."""
+        took_s = self.world.now - max(began, self.world.last_fault)
+        excess=took_s - num_left * (self.function_times[-1] + FUNCTION_S)
+        self.excess=max(getattr(self,'excess',-1),excess)
 
     def tried(self, waiting):
         """Waits. Returns True if that raised nothing."""
@@ -393,12 +409,13 @@ class Jobs:
             return
         start, end = next(reversed(self.disturbances.between(COORDINATOR, process.name)), (0.0, 0.0))
         now = process.world.now
-        assert start <= now - SILENCE_S + SLACK_S and end >= now - SLACK_S, f"nobody speaks to {process.name}"
+        is_silent = start <= now - SILENCE_S + SLACK_S and end >= now - SLACK_S
+        assert is_silent, f"nobody speaks to {process.name}"
         self.ended_sessions.append(process.name)
 
     def keys_of(self, server):
         """Returns the keys of the variables of a server that have been made."""
-        return [self.keys[server]]
+        return [*both(self.keys[server]), *self.made_later[server]]
 
     def reasons_of_loss(self):
         """Yields the reasons that are true at the end, for which functions can never run again."""
@@ -462,9 +479,7 @@ class Jobs:
         process = world.processes[ps(server)]
         if not process.is_alive or self.keys[server] not in process.store.counters:
             return None
-        one, other = process.store.counters[self.keys[server]]
-        assert one == other
-        return one
+        return value_in(process.store.counters, self.keys[server])
 
     def check_counter(self, server, counted):
         twice = [number for number, times in Counter(counted).items() if times > 1]

@@ -3,6 +3,7 @@
 import re
 
 from ps_simulation.coordinator import COORDINATOR
+from ps_simulation.integer_store import value_in
 from ps_simulation.jobs import Jobs
 from ps_simulation.server_task import ServerTask, ps
 from ps_simulation.snapshot_writing import TICK_S
@@ -33,6 +34,7 @@ class Continued(Jobs):
         ("sent", 40),
         ("snapshot", 8),
         ("restored", 4),
+        ("made", 1),
     )
 
     def __init__(self, seed):
@@ -47,6 +49,7 @@ class Continued(Jobs):
         self.last_status = {}  # server: the process and the functions that it had
 
     def draw(self):
+        self.makes_variables = self.random.random() < 0.3
         self.function_times = self.random.choice(
             [(0.05, 0.2), (0.2, 0.4)]
         )  # so that snapshots come meanwhile
@@ -60,9 +63,15 @@ class Continued(Jobs):
 
     # --- what servers have, and what the job knows of it --------------------------------------------
 
+    def counted(self, world, server):
+        """Returns None too for a process that the job does not use: what it lacks is not in the log yet."""
+        instance = world.processes[ps(server)].store.instance
+        is_used = self.coordinator.job_servers.instances[server] == instance
+        return super().counted(world, server) if is_used else None
+
     def functions_in(self, server, counters):
         """Returns the functions in the counter of a server, of those counters that a process of it has."""
-        return set(counters[self.keys[server]][0]) if self.keys[server] in counters else set()
+        return set(value_in(counters, self.keys[server])) if self.keys[server] in counters else set()
 
     def kill(self, world, process, kind):
         if isinstance(process, ServerTask):
@@ -143,7 +152,8 @@ class Rewinds(Continued):
         names += [worker(number) for number in range(self.num_workers)]
         if now > longest_s and self.disturbances.is_calm(names, now - longest_s, now - 1e-6):
             at = self.taken_at(process.index, epoch)
-            assert at is not None and at > now - longest_s, f"the last snapshots together are of {at}"
+            assert at is not None, f"there are no snapshots together at {now}"
+            assert at > now - longest_s, f"the last snapshots together are of {at}"
 
     def note_log(self, coordinator, text):
         found = UNDONE.search(text)
