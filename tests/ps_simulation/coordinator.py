@@ -14,6 +14,7 @@ from replicax._ps.job import events_in as events
 from replicax._ps.job.job_servers import JobServers
 from replicax._ps.job.machine import Job
 from replicax._ps.job.setup import Setup
+from replicax._ps.store.group_rules import View
 from replicax._src.vocabulary.errors import MessageError, ReplicaxError, WaitTimeoutError
 
 COORDINATOR = "coordinator"
@@ -22,6 +23,11 @@ MOST_AT_ONCE = 2_000  # events at one moment: more are a job that does not come 
 HELLO_S = 5.0
 LAGS_S = (0.0, 0.0, 0.0003, 0.002)
 MEETING_S = (0.0, 0.002, 0.02)
+
+
+def _needs_data(server, view):
+    """True if a view makes a server a member that has all data of the group already."""
+    return view.since is None and not (view.is_joining and view.backup == server)
 
 
 class Coordinator(TaskProcess):
@@ -50,6 +56,7 @@ class Coordinator(TaskProcess):
         self._connections = {}  # worker: number, link
         self._replies = {}  # worker: those that the job has not got, in the order of the requests
         self._waits, self._num_waits = {}, 0
+        self._newest = {}  # task: its newest process that has answered, as the job knows
         self._asked = {}  # request: the task, and what it was asked
         self.num_scheduled = 0
         self._num_made = scenario.num_servers
@@ -156,7 +163,9 @@ class Coordinator(TaskProcess):
         if isinstance(event, events.Answered | events.Failed) and event.request in self._asked:
             task, op = self._asked.pop(event.request)
             if isinstance(event, events.Answered):
-                self.scenario.note_answer(self, task, op, event.answer)
+                self._note_process(task, event.answer)
+                truth = event.answer.pop("truth", {})  # for checks; the job must not keep it
+                self.scenario.note_answer(self, task, op, event.answer, truth)
         done = self.job.receive(event, now)
         if self.job.bug is not None:
             raise self.job.bug
@@ -183,6 +192,9 @@ class Coordinator(TaskProcess):
         """Does what the job has decided. What comes of it are events."""
         match action:
             case actions.Ask(request, task, op, header, timeout_s):
+                if op == "snapshot" or (op == "group" and _needs_data(int(task.split()[1]), View.of(header["view"]))):
+                    accepted = self.job_servers.instances[int(task.split()[1])]
+                    self._check_newest(task, accepted, op)
                 self.scenario.note_request(self, action)
                 self._asked[request] = task, op
                 reply = self.ask(task, {"ask": op, "incarnation": INCARNATION, **header}, timeout_s)
@@ -192,7 +204,9 @@ class Coordinator(TaskProcess):
                 self._when_done(request, self.run(getattr(self, f"_perform_{operation}")(*arguments)))
             case actions.OpenWorker(name, number, instance):
                 assert name not in self._connections, f"{name} has a connection"
+                self._check_newest(name, instance, "a connection")
                 link = Link(self, name, (FUNCTIONS, instance))
+                link.instance = instance
                 self._connections[name] = number, link
                 self._replies[name] = deque()
                 link.on_close = lambda: self._broke(name, number, link)
@@ -204,6 +218,7 @@ class Coordinator(TaskProcess):
             case actions.SendToWorker(name, number, requests):
                 opened, link = self._connections[name]
                 assert opened == number, f"{name} has connection {opened}, not {number}"
+                self._check_newest(name, link.instance, "functions")
                 for request in requests:
                     self._send(name, number, link, request)
             case actions.MakeProgram(request, function, signature):
@@ -225,6 +240,18 @@ class Coordinator(TaskProcess):
                 self.post(events.Failed(request, reply.error))
 
         reply.then(done)
+
+    def _note_process(self, task, answer):
+        """The job learns which process of a task has answered."""
+        instance = answer.get("instance")
+        if instance is not None:
+            known = self._newest.get(task, instance)
+            self._newest[task] = max(known, instance, key=lambda name: int(name.split()[-1]))
+
+    def _check_newest(self, task, instance, what):
+        """Nothing is sent to a process after the job has heard of the next one."""
+        newest = self._newest.get(task, instance)
+        assert newest == instance, f"{what} goes to {instance}, and {newest} has answered"
 
     # --- connections to workers ---------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from replicax._src.vocabulary.errors import (
 )
 from simulation.world import Fault
 
-FUNCTION_S = 0.3
+FUNCTION_S = 0.3  # a function may take so much longer than it computes
 SLACK_S = 5.0  # heartbeats are noticed to be missing, and answered again, this much sooner or later
 NO_ANSWER_S = 8.0
 """A function may fail after so much time in which its worker, or the coordinator, could not reach a server."""
@@ -80,6 +80,7 @@ class Jobs:
     """
 
     limit_s = 600.0
+    join_s = 15.0  # `join` takes at most so much longer than the functions, after the last fault
     settled_s = 1.0  # after the last fault, and after all functions have ended
     has_snapshots = has_two_copies = False
     on_ps_restart = "continue"
@@ -276,8 +277,13 @@ class Jobs:
     def check_join(self, began, num_left):
         """`join` has ended. It takes not much longer than the functions, after the last fault."""
         took_s = self.world.now - max(began, self.world.last_fault)
-        excess=took_s - num_left * (self.function_times[-1] + FUNCTION_S)
-        self.excess=max(getattr(self,'excess',-1),excess)
+        most_s = self.join_s + num_left * self.longest_function_s
+        assert took_s < most_s, f"join takes {took_s} s after the last fault, for {num_left} functions"
+
+    @property
+    def longest_function_s(self):
+        """The longest time that a function may take, with all that goes on beside."""
+        return self.function_times[-1] + FUNCTION_S
 
     def tried(self, waiting):
         """Waits. Returns True if that raised nothing."""
@@ -301,9 +307,22 @@ class Jobs:
             yield 1.0
         if not self.has_ended:
             self.check_servers(self.world)
+            self.check_kept()
             self.close(coordinator)
         yield from coordinator.wait("ended")
         coordinator.end(0)
+
+    def check_kept(self):
+        """After all functions the job and the servers keep nothing of them, but for the job's last events."""
+        kept = lengths_of(self.coordinator.job)
+        num_kept = sum(number for where, number in kept.items() if not where.startswith("EventRecord"))
+        num_tasks = self.num_workers + self.num_servers
+        self.kept = num_kept, num_tasks, self.num_functions,  sum(n for w,n in kept.items() if w.startswith("EventRecord"))
+        self.kept_ps = max(sum(lengths_of(s).values()) for n in range(self.num_servers) for s in self.stores_of(self.world.processes[ps(n)]))
+        self.det=kept
+
+    def stores_of(self,process):
+        return [process.store.windows, *[x.store.windows for x in process.groups.values()], *[x.copy for x in process.groups.values()]]
 
     def is_settled(self):
         """True if the job uses the processes of the servers that are there, so that nothing more is to come."""
@@ -339,8 +358,8 @@ class Jobs:
     def note_request(self, coordinator, ask):
         """The job asks a task."""
 
-    def note_answer(self, coordinator, task, op, answer):
-        """The job learns what a task has answered."""
+    def note_answer(self, coordinator, task, op, answer, truth):
+        """The job learns what a task has answered, and the task had these counters then."""
 
     def note_scheduled(self, coordinator, function):
         assert len(self.functions) == function.number

@@ -1,10 +1,11 @@
 """Jobs whose servers restart from snapshots: one goes on as old as it is, or all go back together."""
 
+import math
 import re
 
 from ps_simulation.coordinator import COORDINATOR
 from ps_simulation.integer_store import value_in
-from ps_simulation.jobs import Jobs
+from ps_simulation.jobs import SETTLED_S, Jobs
 from ps_simulation.server_task import ServerTask, ps
 from ps_simulation.snapshot_writing import TICK_S
 from ps_simulation.worker_task import worker
@@ -23,6 +24,7 @@ class Continued(Jobs):
     """A server that restarts goes on from its snapshot, and the others are unchanged."""
 
     has_snapshots = True
+    join_s = 135.0  # a request to a host that is lost takes a minute: one of the job, then one of a worker
     settled_s = 5.0
     server_faults = ("restart",) * 6 + ("lose host", "lose host", "cut", "pause", "part", "part one way")
     server_faults += ("restart without its disk",)
@@ -90,10 +92,10 @@ class Continued(Jobs):
             old = [each for each in had - kept if self.settled_at.get(each, now) < now - longest_s]
             assert not old, f"{process.name} has no snapshot of {sorted(old)}"
 
-    def note_answer(self, coordinator, task, op, answer):
+    def note_answer(self, coordinator, task, op, answer, truth):
         if task.startswith("ps") and op in ("heartbeat", "status"):
             server, instance = int(task.removeprefix("ps ")), answer["instance"]
-            has = self.functions_in(server, answer["truth"])
+            has = self.functions_in(server, truth)
             if op == "status":
                 self.last_status[server] = instance, has
             elif self.accepted.setdefault(server, coordinator.instances[server]) == instance:
@@ -122,7 +124,18 @@ class Rewinds(Continued):
         super().__init__(seed)
         self.undone = set()
         self.last_way_back_at = 0.0
+        self.last_death_at = -math.inf  # of any process
         self.has_no_way_back = []  # servers that restarted, and lacked the snapshot to which all should go back
+
+    def kill(self, world, process, kind):
+        super().kill(world, process, kind)
+        self.last_death_at = world.now
+
+    @property
+    def longest_function_s(self):
+        """If snapshots are due as soon as the last ones are written, functions run for half a second in between."""
+        together_s = self.num_servers * (self.write_s + 0.2)
+        return super().longest_function_s * (1.0 + together_s / 0.5)
 
     def restart(self, world, process):
         super().restart(world, process)
@@ -150,6 +163,8 @@ class Rewinds(Continued):
         names = [COORDINATOR]
         names += [ps(number) for number in range(self.num_servers)]
         names += [worker(number) for number in range(self.num_workers)]
+        if now - self.last_death_at < longest_s + SETTLED_S:
+            return  # they may still go back
         if now > longest_s and self.disturbances.is_calm(names, now - longest_s, now - 1e-6):
             at = self.taken_at(process.index, epoch)
             assert at is not None, f"there are no snapshots together at {now}"
