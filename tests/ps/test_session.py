@@ -2,10 +2,13 @@
 
 import threading
 
+import numpy as np
 import pytest
 
 from replicax._ps.client.session import Session
+from replicax._ps.placement.server_arrays import ServerArray
 from replicax._ps.store.store import Store
+from replicax._ps.transport.messages import Message
 from store_connections import server_clients
 
 
@@ -34,3 +37,18 @@ def test_call_does_not_wait_for_the_thread_that_creates_variables(call):
         calling.start()
         calling.join(20.0)
         assert not calling.is_alive()
+
+
+def test_array_made_after_a_server_restarted_is_not_missing():
+    store = Store()
+    store.hello("me")
+    session = Session(server_clients([store], "me"))
+    old, new = (
+        session.add(ServerArray(session, name, (2,), np.float32, lambda: np.zeros(2, np.float32)))
+        for name in ("old", "new")
+    )
+    session.make([old, new])
+    (kept,) = old.keys_on(0)
+    assert session.restored(0, [kept]) == []
+    store.answer(Message({"op": "drop", "keys": sorted(new.keys_on(0)), "programs": [], "incarnation": "me"}))
+    assert session.restored(0, [kept]) == ["new"]

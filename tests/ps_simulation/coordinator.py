@@ -192,7 +192,9 @@ class Coordinator(TaskProcess):
         """Does what the job has decided. What comes of it are events."""
         match action:
             case actions.Ask(request, task, op, header, timeout_s):
-                if op == "snapshot" or (op == "group" and _needs_data(int(task.split()[1]), View.of(header["view"]))):
+                if op == "snapshot" or (
+                    op == "group" and _needs_data(int(task.split()[1]), View.of(header["view"]))
+                ):
                     accepted = self.job_servers.instances[int(task.split()[1])]
                     self._check_newest(task, accepted, op)
                 self.scenario.note_request(self, action)
@@ -320,7 +322,11 @@ class Coordinator(TaskProcess):
         for digest in list(server.programs):
             yield from self.servers.ask({index: {"op": "program", "digest": digest}})
         self.epoch += 1
-        return [key for key in self.scenario.keys_of(index) if keys is not None and key not in keys]
+        old = [key for key in self.scenario.keys_of(index) if keys is not None and key not in keys]
+        if not old:
+            return []
+        answers = yield from self.servers.ask({index: {"op": "find", "keys": old}})
+        return [key for key in old if key not in answers[index]["found"]]
 
     def _perform_names_on(self, index):
         yield 0.0

@@ -84,6 +84,15 @@ class TwoCopies(Jobs):
         copy = process.groups.get(view.group)
         return copy if copy is not None and process.is_alive and copy.rules.epoch == view.epoch else None
 
+    def lacks(self, group):
+        """Returns the keys of a group that none of its two servers has, in memory or from a snapshot."""
+        keys = set(self.keys_of(group))
+        for member in self.coordinator.groups.members(group):
+            copy = self.world.processes[ps(member)].groups.get(group)
+            if copy is not None and keys <= set(copy.store.counters):
+                return []
+        return sorted(keys)
+
     def is_excused(self, group):
         """True if both servers of a group were disturbed in so short a time that no second copy could be made between,
         and one of them lost its memory.
@@ -110,7 +119,8 @@ class TwoCopies(Jobs):
         yield from super().reasons_of_failure()
 
     def check_servers(self, world):
-        self.is_lost = self.is_lost or bool(self.coordinator.groups.lost)  # after the last function
+        if self.coordinator.groups.lost or any(map(self.lacks, range(self.num_servers))):
+            self.is_lost = True  # after the last function
         for view in self.coordinator.groups.views:
             if self.is_lost:
                 self.check_served(view)
@@ -161,15 +171,6 @@ class BothLost(TwoCopies):
                 at = of_seed.choice([0.0, 0.01, 0.5, 3.0]) * of_seed.random()
                 faults.append(self.drawn_fault(at, "restart", ps(number), [], 8.0 * of_seed.random(), when))
         return faults
-
-    def lacks(self, server):
-        """Returns the keys of a group that none of its two servers has, in memory or from a snapshot."""
-        keys = set(self.keys_of(server))
-        for member in self.coordinator.groups.members(server):
-            copy = self.world.processes[ps(member)].groups.get(server)
-            if copy is not None and keys <= set(copy.store.counters):
-                return []
-        return sorted(keys)
 
     def reasons_of_loss(self):
         for group in range(self.num_servers):

@@ -83,6 +83,9 @@ class IntegerStore:
         self._did(request)
         return {}
 
+    def _find(self, request):
+        return {"found": [key for key in request["keys"] if key in self.counters]}
+
     def _program(self, request):
         self.programs.add(request["digest"])
         return {}

@@ -117,7 +117,9 @@ class Jobs:
         self.ended_sessions = []  # tasks that have dropped their data because the coordinator was silent
         self.is_lost = self.is_closed_early = False
         self.keys = [f"counter {number}" for number in range(self.num_servers)]
-        self.made_later = [[] for _ in self.keys]  # for each server, the keys of variables that were made later
+        self.made_later = [
+            [] for _ in self.keys
+        ]  # for each server, the keys of variables that were made later
         self.makes_at = of_seed.randrange(self.num_functions) if self.makes_variables else None
         self.disks = [Disk() if self.has_snapshots else None for _ in range(self.num_servers)]
         self.planned = [self.drawn() for _ in range(self.num_functions)]
@@ -317,12 +319,25 @@ class Jobs:
         kept = lengths_of(self.coordinator.job)
         num_kept = sum(number for where, number in kept.items() if not where.startswith("EventRecord"))
         num_tasks = self.num_workers + self.num_servers
-        self.kept = num_kept, num_tasks, self.num_functions,  sum(n for w,n in kept.items() if w.startswith("EventRecord"))
-        self.kept_ps = max(sum(lengths_of(s).values()) for n in range(self.num_servers) for s in self.stores_of(self.world.processes[ps(n)]))
-        self.det=kept
+        self.kept = (
+            num_kept,
+            num_tasks,
+            self.num_functions,
+            sum(n for w, n in kept.items() if w.startswith("EventRecord")),
+        )
+        self.kept_ps = max(
+            sum(lengths_of(s).values())
+            for n in range(self.num_servers)
+            for s in self.stores_of(self.world.processes[ps(n)])
+        )
+        self.det = kept
 
-    def stores_of(self,process):
-        return [process.store.windows, *[x.store.windows for x in process.groups.values()], *[x.copy for x in process.groups.values()]]
+    def stores_of(self, process):
+        return [
+            process.store.windows,
+            *[x.store.windows for x in process.groups.values()],
+            *[x.copy for x in process.groups.values()],
+        ]
 
     def is_settled(self):
         """True if the job uses the processes of the servers that are there, so that nothing more is to come."""
