@@ -25,6 +25,7 @@ class TwoCopies(Jobs):
 
     has_two_copies = True
     settled_s = 20.0
+    most_kept_of_task = 60  # views, and positions of each copy
     server_faults = ("restart", "restart", "restart", "lose host", "cut", "pause", "part", "part one way")
     kinds_of_faults = ("worker",) * 4 + ("server",) * 12 + ("interrupt",) * 2 + ("close",)
     moments = (
@@ -131,6 +132,10 @@ class TwoCopies(Jobs):
                 copy = world.processes[ps(task)].groups[view.group]
                 assert copy.rules.epoch == view.epoch, f"ps {task} has not {view}"
                 self.check_counter(view.group, value_in(copy.store.counters, self.keys[view.group]))
+
+    def kept_on(self, process):
+        for group in process.groups.values():
+            yield from (group.store.windows, group.store.gradients, group.copy)
 
     def check_served(self, view):
         """A group that is not lost has all that was acknowledged, whatever became of the others."""

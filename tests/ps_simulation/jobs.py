@@ -33,6 +33,8 @@ NO_ANSWER_S = 8.0
 """A function may fail after so much time in which its worker, or the coordinator, could not reach a server."""
 PATIENCE_S = 110.0
 """A job that still raises so long after the last fault is lost."""
+MOST_ON_SERVER = 40
+"""The most items in the windows and logs of a server."""
 SETTLED_S = 80.0
 """A server is used again within this time: a request to a host that is lost may take a minute."""
 MOST_LENGTHS = 1500
@@ -85,6 +87,7 @@ class Jobs:
     has_snapshots = has_two_copies = False
     on_ps_restart = "continue"
     num_averaged = max_staleness = None
+    most_kept, most_kept_of_task = 80, 15  # items in the containers of a job in which nothing is left to do
     mild = ("adds",) * 8 + ("reads",)
     wild = ("adds",) * 20 + ("reads", "raises", "cannot travel", "refused")
     program = "add"
@@ -316,28 +319,20 @@ class Jobs:
 
     def check_kept(self):
         """After all functions the job and the servers keep nothing of them, but for the job's last events."""
+        if self.is_lost:
+            return
         kept = lengths_of(self.coordinator.job)
         num_kept = sum(number for where, number in kept.items() if not where.startswith("EventRecord"))
-        num_tasks = self.num_workers + self.num_servers
-        self.kept = (
-            num_kept,
-            num_tasks,
-            self.num_functions,
-            sum(n for w, n in kept.items() if w.startswith("EventRecord")),
-        )
-        self.kept_ps = max(
-            sum(lengths_of(s).values())
-            for n in range(self.num_servers)
-            for s in self.stores_of(self.world.processes[ps(n)])
-        )
-        self.det = kept
+        most = self.most_kept + self.most_kept_of_task * (self.num_workers + self.num_servers)
+        assert num_kept <= most, f"the job keeps {num_kept} items, not {most}: {kept.most_common(12)}"
+        for server in range(self.num_servers):
+            for each in self.kept_on(self.world.processes[ps(server)]):
+                lengths = lengths_of(each)
+                assert sum(lengths.values()) <= MOST_ON_SERVER, f"ps {server} keeps {lengths.most_common(8)}"
 
-    def stores_of(self, process):
-        return [
-            process.store.windows,
-            *[x.store.windows for x in process.groups.values()],
-            *[x.copy for x in process.groups.values()],
-        ]
+    def kept_on(self, process):
+        """Returns the objects of a server that know of functions."""
+        return process.store.windows, process.store.gradients
 
     def is_settled(self):
         """True if the job uses the processes of the servers that are there, so that nothing more is to come."""

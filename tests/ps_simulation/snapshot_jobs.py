@@ -3,6 +3,7 @@
 import math
 import re
 
+from ps_simulation.asking_servers import CALL_S
 from ps_simulation.coordinator import COORDINATOR
 from ps_simulation.integer_store import value_in
 from ps_simulation.jobs import SETTLED_S, Jobs
@@ -24,7 +25,6 @@ class Continued(Jobs):
     """A server that restarts goes on from its snapshot, and the others are unchanged."""
 
     has_snapshots = True
-    join_s = 135.0  # a request to a host that is lost takes a minute: one of the job, then one of a worker
     settled_s = 5.0
     server_faults = ("restart",) * 6 + ("lose host", "lose host", "cut", "pause", "part", "part one way")
     server_faults += ("restart without its disk",)
@@ -62,6 +62,11 @@ class Continued(Jobs):
         return is_lost or self.coordinator.job_servers.instances == [
             each.store.instance for each in processes
         ]
+
+    @property
+    def join_s(self):
+        """A request to a host that is lost takes a minute: one of the job, then one of each worker, one after another."""
+        return 15.0 + CALL_S * (1 + self.num_workers)
 
     # --- what servers have, and what the job knows of it --------------------------------------------
 
