@@ -276,6 +276,23 @@ def test_log_does_not_say_that_nothing_is_lost_while_a_group_resumes_from_a_snap
     assert "No acknowledged update is lost" not in "\n".join(job.lines[before:])
 
 
+@pytest.mark.parametrize("how", ["delays", "late"])
+@pytest.mark.parametrize("after_s", [0.2, 0.5, 0.8, 1.1, 1.4, 1.7, 2.0, 2.3])
+def test_copy_that_is_complete_since_the_last_heartbeat_is_not_taken_for_nothing(how, after_s):
+    job = copied()
+    job.ps[1].restarts()
+    assert job.run_until(lambda: all(view.backup == 1 and view.is_joining for view in job.groups.views), 10.0)
+    getattr(job.ps[1], how)["heartbeat"] = 1.9  # it is asked late, or its answer comes late
+    job.run(after_s)
+    assert not job.broken
+    caught_up(job)
+    job.ps[0].restarts()
+    assert job.run_until(lambda: "which had the variables of ps 0" in job.log_text, 10.0)
+    assert job.run_until(lambda: job.may_run, 20.0)
+    assert job.groups.primaries == [1, 1]
+    assert "about 0 acknowledged updates are lost" in job.log_text
+
+
 # --- a server is not what it has said ------------------------------------------------------------------------
 
 

@@ -73,6 +73,15 @@ class GroupsWithoutServer:
         until = self._job.now - self.comes_back_s
         return [g for g, since in self._since.items() if since < until and task in self._groups.members(g)]
 
+    def are_known(self, groups: Sequence[int]) -> list[int]:
+        """Returns those of lost groups of which both servers have said what they have since the primary is back.
+
+        An answer to a heartbeat that was on its way then may say less than the server has now.
+        """
+        limits, primaries = self._job.setup.limits, self._groups.primaries
+        until = self._job.now - limits.heartbeat_s - limits.heartbeat_timeout_s
+        return [group for group in groups if self._returned_at.get(primaries[group], 0.0) < until]
+
     def returned(self, task: int, status: Mapping[str, Any]) -> None:
         """Records the state of a restarted parameter server, from its answer to ``status``."""
         restored = status["restored"] or {}

@@ -96,7 +96,7 @@ class TwoCopies:
             given_up = self._groups.status_received(index, parts)
             for view in given_up:
                 self._say_given_up(view, parts[str(view.group)])
-        if self._lost.failed is None and (hopeless := self._groups.hopeless):
+        if self._lost.failed is None and (hopeless := self._lost.are_known(self._groups.hopeless)):
             self._lost.fail(self._nowhere(watch, hopeless))
         self._tell_members([*self._lost.restart(), *given_up, *self._joined(watch)])
         self._tell([(index, view) for view in self._groups.views_to_send(index, parts)])
