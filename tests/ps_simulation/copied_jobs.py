@@ -2,6 +2,7 @@
 
 import re
 
+from ps_simulation.asking_servers import CALL_S
 from ps_simulation.coordinator import COORDINATOR
 from ps_simulation.integer_store import value_in
 from ps_simulation.jobs import Jobs
@@ -186,6 +187,11 @@ class BothLost(TwoCopies):
     def reasons_of_failure(self):
         yield from self.reasons_of_loss()
         yield from Jobs.reasons_of_failure(self)
+
+    @property
+    def join_s(self):
+        """A primary that comes back is reached on new connections, once the requests to its lost host have ended."""
+        return super().join_s + CALL_S * (1 + self.num_workers)
 
     # --- what servers have, and what the job knows of it --------------------------------------------
 

@@ -70,6 +70,12 @@ class Continued(Jobs):
 
     # --- what servers have, and what the job knows of it --------------------------------------------
 
+    def check_servers(self, world):
+        for number, instance in enumerate(self.coordinator.job_servers.instances):
+            if world.processes[ps(number)].store.instance == instance:
+                assert not self.lacks(number), f"the job uses ps {number} without {self.lacks(number)}"
+        super().check_servers(world)
+
     def counted(self, world, server):
         """Returns None too for a process that the job does not use: what it lacks is not in the log yet."""
         instance = world.processes[ps(server)].store.instance

@@ -164,7 +164,7 @@ def test_servers_that_return_with_nothing_break_the_job(order, gap_s, lost_apart
     for index in order:
         job.ps[index].restarts()
         job.run(gap_s)
-    assert job.run_until(lambda: job.broken, 10.0)
+    assert job.run_until(lambda: job.broken, 25.0)
     assert any("should have the other copy of its variables" in str(error) for error in job.broken.values())
     job.run(30.0)
     assert not job.may_run
@@ -176,7 +176,7 @@ def test_servers_that_restart_with_nothing_before_anything_is_missed_break_the_j
     job.ps[0].restarts()
     job.run(gap_s)
     job.ps[1].restarts()
-    assert job.run_until(lambda: job.broken, 10.0)
+    assert job.run_until(lambda: job.broken, 25.0)
     job.run(30.0)
     assert not job.may_run
 

@@ -76,10 +76,12 @@ class GroupsWithoutServer:
     def are_known(self, groups: Sequence[int]) -> list[int]:
         """Returns those of lost groups of which both servers have said what they have since the primary is back.
 
-        An answer to a heartbeat that was on its way then may say less than the server has now.
+        An answer that was on its way then may say less than the server has now. Within this time the server has
+        answered a later heartbeat, or is lost.
         """
         limits, primaries = self._job.setup.limits, self._groups.primaries
-        until = self._job.now - limits.heartbeat_s - limits.heartbeat_timeout_s
+        longest_s = limits.heartbeat_s + limits.heartbeat_timeout_s
+        until = self._job.now - (1 + limits.ps_missed_heartbeats) * longest_s
         return [group for group in groups if self._returned_at.get(primaries[group], 0.0) < until]
 
     def returned(self, task: int, status: Mapping[str, Any]) -> None:
