@@ -23,7 +23,7 @@ from simulation import runs
         (Continued, 40),
         (Rewinds, 40),
         (TwoCopies, 40),
-        (BothLost, 20),
+        (BothLost, 30),
     ],
 )
 def test_each_function_takes_effect_once_whatever_fails(scenario, num_seeds):
