@@ -12,6 +12,7 @@ from replicax._ps.client.session import Session
 from replicax._ps.placement.placement_plan import PlacementNeeds
 from replicax._ps.placement.server_arrays import ServerArray, Shard
 from replicax._ps.store.store import Store
+from replicax._ps.transport.messages import Message
 from replicax._src.vocabulary.errors import UnavailableError
 from store_connections import StoreConnection, StoreConnector, server_clients
 
@@ -247,3 +248,18 @@ def test_assignment_is_not_lost_if_another_thread_moves_or_copies_the_array(sess
 
 def copy_on(session, array, ps):
     return session.servers.read([[Shard(ps, array.copies[ps])]])[0].tolist()
+
+
+def test_array_made_after_a_server_restarted_is_not_missing():
+    store = Store()
+    store.hello("me")
+    session = Session(server_clients([store], "me"))
+    old, new = (
+        session.add(ServerArray(session, name, (2,), np.float32, lambda: np.zeros(2, np.float32)))
+        for name in ("old", "new")
+    )
+    session.make([old, new])
+    (kept,) = old.keys_on(0)
+    assert session.restored(0, [kept]) == []
+    store.answer(Message({"op": "drop", "keys": sorted(new.keys_on(0)), "programs": [], "incarnation": "me"}))
+    assert session.restored(0, [kept]) == ["new"]

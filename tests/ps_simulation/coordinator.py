@@ -3,16 +3,18 @@
 from collections import deque
 
 from ps_simulation.asking_servers import AskingServers
+from ps_simulation.integer_store import both
 from ps_simulation.routines import Reply
 from ps_simulation.server_task import ps
 from ps_simulation.task_process import Link, TaskProcess
-from ps_simulation.worker_task import FUNCTIONS, worker
+from ps_simulation.worker_task import FUNCTIONS
 from replicax._ps.client.groups import Groups
 from replicax._ps.job import actions_out as actions
 from replicax._ps.job import events_in as events
 from replicax._ps.job.job_servers import JobServers
 from replicax._ps.job.machine import Job
 from replicax._ps.job.setup import Setup
+from replicax._ps.store.group_rules import View
 from replicax._src.vocabulary.errors import MessageError, ReplicaxError, WaitTimeoutError
 
 COORDINATOR = "coordinator"
@@ -23,6 +25,11 @@ LAGS_S = (0.0, 0.0, 0.0003, 0.002)
 MEETING_S = (0.0, 0.002, 0.02)
 
 
+def _needs_data(server, view):
+    """True if a view makes a server a member that has all data of the group already."""
+    return view.since is None and not (view.is_joining and view.backup == server)
+
+
 class Coordinator(TaskProcess):
     """The process of a coordinator, with its callers' threads as routines.
 
@@ -30,7 +37,7 @@ class Coordinator(TaskProcess):
       scenario: What the run is like; see ``Jobs``.
 
     Attributes:
-      job: The job; None before all servers have answered.
+      job, job_servers: The job, and its side of the servers; None before all servers have answered.
       servers: The session's clients of the servers.
       epoch: The session's epoch: workers read variables again when it changes.
     """
@@ -38,7 +45,7 @@ class Coordinator(TaskProcess):
     def __init__(self, scenario, world):
         super().__init__(world, COORDINATOR)
         self.scenario = scenario
-        self.job = self.groups = None
+        self.job = self.job_servers = self.groups = None
         self.servers = AskingServers(self, scenario.num_servers, INCARNATION, returns=scenario.servers_return)
         self.epoch = 0
         self._events = deque()
@@ -49,7 +56,11 @@ class Coordinator(TaskProcess):
         self._connections = {}  # worker: number, link
         self._replies = {}  # worker: those that the job has not got, in the order of the requests
         self._waits, self._num_waits = {}, 0
+        self._newest = {}  # task: its newest process that has answered, as the job knows
+        self._asked = {}  # request: the task, and what it was asked
         self.num_scheduled = 0
+        self._num_made = scenario.num_servers
+        self.instances = []  # the servers' processes that answered the first hello
 
     # --- the start ----------------------------------------------------------------------------------
 
@@ -67,7 +78,7 @@ class Coordinator(TaskProcess):
         result.then(check)
 
     def _begin(self):
-        scenario, instances, intervals = self.scenario, [], []
+        scenario, instances, intervals = self.scenario, self.instances, []
         for number in range(scenario.num_servers):
             told = yield from self._greeted(number)
             instances.append(told["instance"])
@@ -81,7 +92,7 @@ class Coordinator(TaskProcess):
         for number, key in enumerate(scenario.keys):
             self.servers.servers[number].programs[scenario.program] = True
             yield from self.servers.ask({number: {"op": "program", "digest": scenario.program}})
-            request = {"op": "create", "keys": [key], "number": ("creator", number), "low": 0}
+            request = {"op": "create", "keys": both(key), "number": ("creator", number), "low": 0}
             yield from self.servers.ask({number: request})
         setup = Setup(
             scenario.num_workers,
@@ -96,11 +107,15 @@ class Coordinator(TaskProcess):
             on_ps_restart=scenario.on_ps_restart,
             capacity=scenario.capacity,
         )
-        self.job = Job(setup, lambda hooks: JobServers(hooks, instances))
+        self.job = Job(setup, lambda hooks: self._make_servers(hooks, instances))
         self._carry_out(self.job.start(self.world.now))
         self.give(events.VariablesMade(scenario.num_servers))
         scenario.begin_callers(self)
         self.world.moment("job")
+
+    def _make_servers(self, hooks, instances):
+        self.job_servers = JobServers(hooks, instances)
+        return self.job_servers
 
     def _greeted(self, number):
         while True:
@@ -145,6 +160,12 @@ class Coordinator(TaskProcess):
         self._at_once = self._at_once + 1 if now == self._last_moment else 0
         self._last_moment = now
         assert self._at_once < MOST_AT_ONCE, f"the job does not come to rest: {event}"
+        if isinstance(event, events.Answered | events.Failed) and event.request in self._asked:
+            task, op = self._asked.pop(event.request)
+            if isinstance(event, events.Answered):
+                self._note_process(task, event.answer)
+                truth = event.answer.pop("truth", {})  # for checks; the job must not keep it
+                self.scenario.note_answer(self, task, op, event.answer, truth)
         done = self.job.receive(event, now)
         if self.job.bug is not None:
             raise self.job.bug
@@ -171,7 +192,13 @@ class Coordinator(TaskProcess):
         """Does what the job has decided. What comes of it are events."""
         match action:
             case actions.Ask(request, task, op, header, timeout_s):
+                if op == "snapshot" or (
+                    op == "group" and _needs_data(int(task.split()[1]), View.of(header["view"]))
+                ):
+                    accepted = self.job_servers.instances[int(task.split()[1])]
+                    self._check_newest(task, accepted, op)
                 self.scenario.note_request(self, action)
+                self._asked[request] = task, op
                 reply = self.ask(task, {"ask": op, "incarnation": INCARNATION, **header}, timeout_s)
                 self._when_done(request, reply)
             case actions.Perform(request, operation, arguments):
@@ -179,7 +206,9 @@ class Coordinator(TaskProcess):
                 self._when_done(request, self.run(getattr(self, f"_perform_{operation}")(*arguments)))
             case actions.OpenWorker(name, number, instance):
                 assert name not in self._connections, f"{name} has a connection"
+                self._check_newest(name, instance, "a connection")
                 link = Link(self, name, (FUNCTIONS, instance))
+                link.instance = instance
                 self._connections[name] = number, link
                 self._replies[name] = deque()
                 link.on_close = lambda: self._broke(name, number, link)
@@ -191,6 +220,7 @@ class Coordinator(TaskProcess):
             case actions.SendToWorker(name, number, requests):
                 opened, link = self._connections[name]
                 assert opened == number, f"{name} has connection {opened}, not {number}"
+                self._check_newest(name, link.instance, "functions")
                 for request in requests:
                     self._send(name, number, link, request)
             case actions.MakeProgram(request, function, signature):
@@ -212,6 +242,18 @@ class Coordinator(TaskProcess):
                 self.post(events.Failed(request, reply.error))
 
         reply.then(done)
+
+    def _note_process(self, task, answer):
+        """The job learns which process of a task has answered."""
+        instance = answer.get("instance")
+        if instance is not None:
+            known = self._newest.get(task, instance)
+            self._newest[task] = max(known, instance, key=lambda name: int(name.split()[-1]))
+
+    def _check_newest(self, task, instance, what):
+        """Nothing is sent to a process after the job has heard of the next one."""
+        newest = self._newest.get(task, instance)
+        assert newest == instance, f"{what} goes to {instance}, and {newest} has answered"
 
     # --- connections to workers ---------------------------------------------------------------------
 
@@ -280,12 +322,15 @@ class Coordinator(TaskProcess):
         for digest in list(server.programs):
             yield from self.servers.ask({index: {"op": "program", "digest": digest}})
         self.epoch += 1
-        mine = self.scenario.keys[index]
-        return [mine] if keys is not None and mine not in keys else []
+        old = [key for key in self.scenario.keys_of(index) if keys is not None and key not in keys]
+        if not old:
+            return []
+        answers = yield from self.servers.ask({index: {"op": "find", "keys": old}})
+        return [key for key in old if key not in answers[index]["found"]]
 
     def _perform_names_on(self, index):
         yield 0.0
-        return [self.scenario.keys[index]]
+        return self.scenario.keys_of(index)
 
     def _perform_use_primaries(self, views):
         yield 0.0
@@ -341,5 +386,21 @@ class Coordinator(TaskProcess):
         )
         return function.number
 
-    def worker_names(self):
-        return [worker(number) for number in range(self.scenario.num_workers)]
+    def make_variable(self, server):
+        """Makes one more variable, as a caller's thread does. It is not there if this raises."""
+        number = self._num_made
+        self._num_made += 1
+        key = f"variable {number}"
+        request = {"op": "create", "keys": [key], "number": ("creator", number), "low": 0}
+        yield from self.servers.ask({server: request})
+        self.scenario.made_later[server].append(key)
+        self.world.moment("made")
+        self.give(events.VariablesMade(number + 1))
+
+    def has_given_up(self, name):
+        """True if the job tries to reach a worker no longer."""
+        return (
+            name.startswith("worker")
+            and self.job is not None
+            and self.job.statistics()["workers"][name]["given_up"]
+        )

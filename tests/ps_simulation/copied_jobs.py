@@ -1,9 +1,24 @@
 """Jobs whose servers have two copies of each group, without and with snapshots."""
 
-from collections import Counter
+import re
 
+from ps_simulation.asking_servers import CALL_S
+from ps_simulation.coordinator import COORDINATOR
+from ps_simulation.integer_store import value_in
 from ps_simulation.jobs import Jobs
 from ps_simulation.server_task import ServerTask, ps
+from ps_simulation.snapshot_jobs import INCLUDED, SLOW_S, check_included
+from ps_simulation.snapshot_writing import TICK_S
+from replicax._ps.store.group_rules import Partner
+
+WAITS = re.compile(r"Lost ps .*, which had the variables of ps (\d+)\. Waiting")
+RESUMES = re.compile(
+    r"The variables of ps (\d+) resume from the newest snapshot, on ps (\d+).*: about (\d+) acknowledged updates"
+)
+DETECTION_S = 8.0
+"""The loss of a server is noticed, and the other one has its role, within this time."""
+COPIED_S = 8.0
+"""A server that is back has a copy of each of its groups again within this time."""
 
 
 class TwoCopies(Jobs):
@@ -11,6 +26,7 @@ class TwoCopies(Jobs):
 
     has_two_copies = True
     settled_s = 20.0
+    most_kept_of_task = 60  # views, and positions of each copy
     server_faults = ("restart", "restart", "restart", "lose host", "cut", "pause", "part", "part one way")
     kinds_of_faults = ("worker",) * 4 + ("server",) * 12 + ("interrupt",) * 2 + ("close",)
     moments = (
@@ -21,26 +37,112 @@ class TwoCopies(Jobs):
         self.num_servers = self.random.choice([2, 2, 3])
         self.log_entries = self.random.choice([3, 20, 10**6])
 
+    def __init__(self, seed):
+        super().__init__(seed)
+        self.memory_losses = []  # when, which server
+
     @property
     def servers_return(self):
         return True
 
-    def check_servers(self, world):
-        self.is_lost = self.is_lost or bool(self.coordinator.groups.lost)  # after the last function
-        if self.is_lost:
+    def kill(self, world, process, kind):
+        if isinstance(process, ServerTask):
+            self.memory_losses.append((world.now, process.name))
+        super().kill(world, process, kind)
+
+    def note_session_ended(self, process):
+        super().note_session_ended(process)
+        if isinstance(process, ServerTask):
+            self.memory_losses.append((process.world.now, process.name))
+
+    def note_settled(self, coordinator, action):
+        """A function that has finished is on both servers of its groups, if these are in sync."""
+        super().note_settled(coordinator, action)
+        function = self.functions[action.number]
+        if action.error is None and function.ends == "adds":
+            for group in function.servers:
+                self.check_copies(coordinator.groups.views[group], {action.number})
+
+    def note_log(self, coordinator, text):
+        if "No acknowledged update is lost" in text:
+            for view in coordinator.groups.views:
+                self.check_copies(view, self.due(view.group) - self.lost.get(view.group, set()))
+
+    def check_copies(self, view, functions):
+        """The servers of a view that are alive and have taken it have these functions, but for one that joins."""
+        primary = self.copy_in(view, view.primary)
+        if primary is None or not primary.rules.is_primary:
             return
+        copies = [primary]
+        if view.backup is not None and primary.rules.described()["backup"] == Partner.IN_SYNC:
+            copies.append(self.copy_in(view, view.backup))
+        for copy in filter(None, copies):
+            missing = functions - set(value_in(copy.store.counters, self.keys[view.group]))
+            assert not missing, f"{copy.server.name} lacks {sorted(missing)} of group {view.group}"
+
+    def copy_in(self, view, task):
+        """Returns a server's copy of a group; None if it is gone or has not taken the view."""
+        process = self.world.processes[ps(task)]
+        copy = process.groups.get(view.group)
+        return copy if copy is not None and process.is_alive and copy.rules.epoch == view.epoch else None
+
+    def lacks(self, group):
+        """Returns the keys of a group that none of its two servers has, in memory or from a snapshot."""
+        keys = set(self.keys_of(group))
+        for member in self.coordinator.groups.members(group):
+            copy = self.world.processes[ps(member)].groups.get(group)
+            if copy is not None and keys <= set(copy.store.counters):
+                return []
+        return sorted(keys)
+
+    def is_excused(self, group):
+        """True if both servers of a group were disturbed in so short a time that no second copy could be made between,
+        and one of them lost its memory.
+        """
+        members = {ps(member) for member in self.coordinator.groups.members(group)}
+        for at, name in self.memory_losses:
+            if name in members:
+                (other,) = members - {name}
+                near = {COORDINATOR, *members}
+                for start, end, targets in self.disturbances.of(other):
+                    if targets <= near and start - DETECTION_S <= at <= end + COPIED_S:
+                        return True
+        return False
+
+    def reasons_of_loss(self):
+        groups = self.coordinator.groups
+        if groups.lost and all(self.is_excused(group) for group in groups.lost):
+            yield f"both servers of {groups.lost} were lost together"
+        yield from self.reasons_of_workers()
+
+    def reasons_of_failure(self):
+        if any(self.is_excused(group) for group in range(self.num_servers)):
+            yield "both servers of a group were lost together"
+        yield from super().reasons_of_failure()
+
+    def check_servers(self, world):
+        if self.coordinator.groups.lost or any(map(self.lacks, range(self.num_servers))):
+            self.is_lost = True  # after the last function
         for view in self.coordinator.groups.views:
+            if self.is_lost:
+                self.check_served(view)
+                continue
             assert view.backup is not None, f"group {view.group} has one copy"
             assert not view.is_joining or world.processes[ps(view.backup)].groups[view.group].rules.is_backup
             for task in view.members:
                 copy = world.processes[ps(task)].groups[view.group]
                 assert copy.rules.epoch == view.epoch, f"ps {task} has not {view}"
-                one, other = copy.store.counters[self.keys[view.group]]
-                assert one == other
-                self.check_counter(view.group, one)
+                self.check_counter(view.group, value_in(copy.store.counters, self.keys[view.group]))
 
-    def check_lost(self):
-        assert self.num_server_faults > 1, f"lost: {self.failures[-1:]}"
+    def kept_on(self, process):
+        for group in process.groups.values():
+            yield from (group.store.windows, group.store.gradients, group.copy)
+
+    def check_served(self, view):
+        """A group that is not lost has all that was acknowledged, whatever became of the others."""
+        copy = self.world.processes[ps(view.primary)].groups.get(view.group)
+        if view.group not in self.coordinator.groups.lost and copy is not None and copy.rules.is_primary:
+            self.check_counter(view.group, value_in(copy.store.counters, self.keys[view.group]))
 
 
 class BothLost(TwoCopies):
@@ -52,10 +154,15 @@ class BothLost(TwoCopies):
     def __init__(self, seed):
         super().__init__(seed)
         self.lost = {server: set() for server in range(self.num_servers)}
-        self.had = {server: Counter() for server in range(self.num_servers)}
+        self.had = {group: set() for group in range(self.num_servers)}  # functions in copies that are gone
+        # What the primary had when the job heard of it last: at least, and at most.
+        self.known = {group: (set(), set()) for group in range(self.num_servers)}
+        self.were_lost = set()  # groups of which both servers were lost once
+        self.lost_in = {}  # group: the epoch in which both of its servers were lost
 
     def draw(self):
         super().draw()
+        self.makes_variables = self.random.random() < 0.3
         self.function_times = self.random.choice(
             [(0.05, 0.2), (0.2, 0.4)]
         )  # so that snapshots come meanwhile
@@ -71,22 +178,95 @@ class BothLost(TwoCopies):
                 faults.append(self.drawn_fault(at, "restart", ps(number), [], 8.0 * of_seed.random(), when))
         return faults
 
+    def reasons_of_loss(self):
+        for group in range(self.num_servers):
+            if self.lacks(group):
+                yield f"no server has group {group}, in memory or from a snapshot"
+        yield from self.reasons_of_workers()
+
+    def reasons_of_failure(self):
+        yield from self.reasons_of_loss()
+        yield from Jobs.reasons_of_failure(self)
+
+    @property
+    def join_s(self):
+        """A primary that comes back is reached on new connections, once the requests to its lost host have ended."""
+        return super().join_s + CALL_S * (1 + self.num_workers)
+
+    # --- what servers have, and what the job knows of it --------------------------------------------
+
+    def functions_in(self, group, counters):
+        """Returns the functions in the counter of a group, of those counters that a copy has."""
+        return set(value_in(counters, self.keys[group])) if self.keys[group] in counters else set()
+
     def kill(self, world, process, kind):
         if isinstance(process, ServerTask):
             for number, group in process.groups.items():
-                if self.keys[number] in group.store.counters:
-                    self.had[number].update(group.store.counters[self.keys[number]][0])
+                had = self.functions_in(number, group.store.counters)
+                self.had[number] |= had
+                self.check_fresh(process, number, group, had)
         super().kill(world, process, kind)
 
-    def note_log(self, coordinator, text):
-        if "resume from the newest snapshot" in text:
-            coordinator.world.moment("resumed")
-            group = int(text.split("The variables of ps ")[1].split()[0])
-            view = coordinator.groups.views[group]
-            copy = coordinator.world.processes[ps(view.primary)].groups.get(group)
-            if copy is not None and self.keys[group] in copy.store.counters:
-                has = set(copy.store.counters[self.keys[group]][0])
-                self.lost[group] |= set(self.had[group]) - has
+    def check_fresh(self, process, number, group, had):
+        """The servers had written a snapshot of each group not long before one ends, if nothing disturbed them."""
+        longest_s = 2 * self.write_s + max(self.interval_s + TICK_S, 2 * self.write_s) + SLOW_S
+        now = process.world.now
+        near = [COORDINATOR, *(ps(member) for member in range(self.num_servers))]
+        if number in self.lost_in:
+            return  # it has no primary, which would order snapshots
+        if now > longest_s and self.disturbances.is_calm(near, now - longest_s, now - 1e-6):
+            kept = set()  # on one of the disks: a backup that has joined writes none before the next change
+            for member in self.coordinator.groups.members(number):
+                snapshot = self.disks[member].newest(f"group {number}")
+                kept |= set() if snapshot is None else self.functions_in(number, snapshot.counters)
+            old = [each for each in had - kept if self.settled_at.get(each, now) < now - longest_s]
+            assert not old, f"there is no snapshot of {sorted(old)} in group {number}"
 
-    def check_lost(self):
-        assert self.num_server_faults > 1, f"lost: {self.failures[-1:]}"
+    def note_answer(self, coordinator, task, op, answer, truth):
+        if op != "heartbeat" or not task.startswith("ps"):
+            return
+        for group, counters in truth.items():
+            view = coordinator.groups.views[group]
+            part = answer["statistics"].get("groups", {}).get(str(group), {})
+            is_primary = ps(view.primary) == task and part.get("epoch") == view.epoch
+            is_waited_for = (
+                group in coordinator.groups.lost or self.lost_in.get(group, view.epoch) != view.epoch
+            )
+            if is_primary and not is_waited_for:
+                self.known[group] = (self.functions_in(group, counters),) * 2
+
+    def check_served(self, view):
+        if view.group not in self.lost_in:  # otherwise the log does not say yet what is lost
+            super().check_served(view)
+
+    def check_copies(self, view, functions):
+        if view.group in self.were_lost:  # an answer may come after the server that gave it is gone
+            functions = functions - self.had[view.group]
+        super().check_copies(view, functions)
+
+    # --- what the log says --------------------------------------------------------------------------
+
+    def note_log(self, coordinator, text):
+        super().note_log(coordinator, text)
+        if (found := WAITS.search(text)) is not None:
+            self.were_lost.add(int(found[1]))
+            self.lost_in[int(found[1])] = coordinator.groups.views[int(found[1])].epoch
+        if (found := RESUMES.search(text)) is None:
+            return
+        coordinator.world.moment("resumed")
+        group, task, num_lost = int(found[1]), int(found[2]), int(found[3])
+        process = coordinator.world.processes[ps(task)]
+        copy = process.groups.get(group)
+        if copy is None or not copy.rules.epoch:  # the process that resumed is gone again
+            self.known[group] = set(), self.had[group]
+        else:
+            has = self.functions_in(group, copy.store.counters)
+            began_with = self.functions_in(group, process.restored_truth.get(group, {}))
+            least, most = self.known[group]
+            least, most = len(least - has), len(most - began_with)
+            assert least <= num_lost <= most, f"the log says {num_lost}, not {least} to {most}: {text}"
+            if INCLUDED.search(text):
+                check_included(self, group, began_with, has, text)
+            self.lost[group] |= self.had[group] - has
+            self.known[group] = began_with, has
+        self.lost_in.pop(group, None)

@@ -1,8 +1,8 @@
 """``IntegerStore``: what a simulated parameter server holds: counters, and what the real store knows about them.
 
 A counter is a tuple of the numbers of the functions that were added to it, in their order, so that a check can say which
-one is missing or came twice. Its value is its length. Each key has two counters that always change together: one that
-reads them when they differ has seen half an update.
+one is missing or came twice. Its value is its length. A function adds to a counter and to its ``twin``, which is another
+variable: someone who reads two that differ has seen half an update.
 """
 
 from replicax._ps.store.window import Windows
@@ -12,6 +12,22 @@ from replicax._src.vocabulary.errors import (
     UnavailableError,
     UnknownProgramError,
 )
+
+
+def twin(key):
+    """Returns the key of the counter that changes together with a counter."""
+    return f"{key}, again"
+
+
+def both(key):
+    return [key, twin(key)]
+
+
+def value_in(counters, key):
+    """Returns the value of a counter and of its twin, which must be equal."""
+    value, other = counters[key], counters[twin(key)]
+    assert value == other, f"half an update of {key}: {value} and {other}"
+    return value
 
 
 class IntegerStore:
@@ -29,7 +45,7 @@ class IntegerStore:
 
     def clear(self):
         """Drops everything."""
-        self.counters = {}  # key: two equal tuples
+        self.counters = {}
         self.programs = set()
         self.windows = Windows()
         self.gradients = {}  # round: closure: its keys
@@ -62,11 +78,14 @@ class IntegerStore:
             return {"duplicate": True}
         for key in request["keys"]:
             if key not in self.counters:
-                self.counters[key] = ((), ())
+                self.counters[key] = ()
                 self.num_created += 1
                 self.num_changes += 1
         self._did(request)
         return {}
+
+    def _find(self, request):
+        return {"found": [key for key in request["keys"] if key in self.counters]}
 
     def _program(self, request):
         self.programs.add(request["digest"])
@@ -130,8 +149,7 @@ class IntegerStore:
 
     def _add(self, numbers, keys):
         for key in keys:
-            one, other = self.counters[key]
-            self.counters[key] = (*one, *numbers), (*other, *numbers)
+            self.counters[key] = (*self.counters[key], *numbers)
         self.num_changes += 1
         self.num_updates += 1
 

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 from ps_simulation.container_lengths import lengths_of
 from ps_simulation.coordinator import COORDINATOR, Coordinator
+from ps_simulation.disturbances import Disturbances
+from ps_simulation.integer_store import both, value_in
 from ps_simulation.names import Names
-from ps_simulation.server_task import ServerTask, ps
+from ps_simulation.server_task import SILENCE_S, ServerTask, ps
 from ps_simulation.snapshot_disk import Disk
 from ps_simulation.worker_task import WorkerTask, worker
 from replicax._ps.job.events_in import Closed, FunctionNeeds
@@ -25,9 +27,16 @@ from replicax._src.vocabulary.errors import (
 )
 from simulation.world import Fault
 
-SILENCE_S = 50.0  # a session may end after this time without heartbeats
+FUNCTION_S = 0.3  # a function may take so much longer than it computes
+SLACK_S = 5.0  # heartbeats are noticed to be missing, and answered again, this much sooner or later
+NO_ANSWER_S = 8.0
+"""A function may fail after so much time in which its worker, or the coordinator, could not reach a server."""
 PATIENCE_S = 110.0
 """A job that still raises so long after the last fault is lost."""
+MOST_ON_SERVER = 40
+"""The most items in the windows and logs of a server."""
+SETTLED_S = 80.0
+"""A server is used again within this time: a request to a host that is lost may take a minute."""
 MOST_LENGTHS = 1500
 """The most items in all containers of a job that has ended, with any number of functions; 200 events take part of it."""
 
@@ -73,13 +82,16 @@ class Jobs:
     """
 
     limit_s = 600.0
+    join_s = 15.0  # `join` takes at most so much longer than the functions, after the last fault
     settled_s = 1.0  # after the last fault, and after all functions have ended
     has_snapshots = has_two_copies = False
     on_ps_restart = "continue"
     num_averaged = max_staleness = None
+    most_kept, most_kept_of_task = 80, 15  # items in the containers of a job in which nothing is left to do
     mild = ("adds",) * 8 + ("reads",)
     wild = ("adds",) * 20 + ("reads", "raises", "cannot travel", "refused")
     program = "add"
+    makes_variables = False
     network = {}  # noqa: RUF012 - options of the world, which nobody changes
     server_faults = ("cut", "cut", "pause", "part", "part one way")
     log_entries = 10**6
@@ -99,14 +111,19 @@ class Jobs:
         self.kinds = of_seed.choice([self.mild, self.mild, self.mild, self.wild])
         self.computing = random.Random(f"computing {seed}")
         self.functions = []
-        self.settled = {}
+        self.settled, self.settled_at = {}, {}
         self.has_ended = False
         self.failures = []  # that callers have got
         self.lost = {}  # server: functions that a process of it had, and the one that took its place has not
-        self.num_worker_faults = self.num_server_faults = 0
-        self.silence_s = 0.0
+        self.num_worker_faults = 0
+        self.disturbances = Disturbances()
+        self.ended_sessions = []  # tasks that have dropped their data because the coordinator was silent
         self.is_lost = self.is_closed_early = False
         self.keys = [f"counter {number}" for number in range(self.num_servers)]
+        self.made_later = [
+            [] for _ in self.keys
+        ]  # for each server, the keys of variables that were made later
+        self.makes_at = of_seed.randrange(self.num_functions) if self.makes_variables else None
         self.disks = [Disk() if self.has_snapshots else None for _ in range(self.num_servers)]
         self.planned = [self.drawn() for _ in range(self.num_functions)]
 
@@ -176,9 +193,8 @@ class Jobs:
         """Lets a fault happen."""
         process = world.processes.get(fault.targets[0])
         self.num_worker_faults += any(name.startswith("worker") for name in fault.targets)
-        self.num_server_faults += any(name.startswith("ps") for name in fault.targets)
-        if fault.kind in ("pause", "part", "part one way"):
-            self.silence_s += fault.for_s
+        if fault.kind not in ("interrupt", "close") and process.is_alive:
+            self.disturbances.note(world.now, fault.for_s, fault.targets)
         match fault.kind:
             case "interrupt":
                 world.trace(f"FAULT {fault}")
@@ -236,6 +252,9 @@ class Jobs:
                     break
                 yield 0.05
                 continue  # an earlier failure
+            if coordinator.num_scheduled == self.makes_at:
+                self.makes_at = None
+                yield from self.tried(coordinator.make_variable(of_seed.randrange(self.num_servers)))
             coordinator.schedule(function)
             if of_seed.random() < 0.3:
                 yield of_seed.choice([0.0, 0.001, 0.05, 0.5]) * of_seed.random()
@@ -248,7 +267,10 @@ class Jobs:
     def joined(self, coordinator):
         """Waits until all functions have ended, through all failures. Notes if the job is lost for good."""
         while not self.has_ended:
-            if (yield from self.tried(coordinator.wait("idle"))):
+            began, num_left = self.world.now, coordinator.num_scheduled - len(self.settled)
+            is_done = yield from self.tried(coordinator.wait("idle"))
+            self.check_join(began, num_left)
+            if is_done:
                 missing = set(range(coordinator.num_scheduled)) - set(self.settled)
                 assert not missing, f"join returns, and {sorted(missing)} have not ended"
                 return
@@ -256,6 +278,17 @@ class Jobs:
                 self.is_lost = True
                 return
             yield 1.0
+
+    def check_join(self, began, num_left):
+        """`join` has ended. It takes not much longer than the functions, after the last fault."""
+        took_s = self.world.now - max(began, self.world.last_fault)
+        most_s = self.join_s + num_left * self.longest_function_s
+        assert took_s < most_s, f"join takes {took_s} s after the last fault, for {num_left} functions"
+
+    @property
+    def longest_function_s(self):
+        """The longest time that a function may take, with all that goes on beside."""
+        return self.function_times[-1] + FUNCTION_S
 
     def tried(self, waiting):
         """Waits. Returns True if that raised nothing."""
@@ -274,11 +307,36 @@ class Jobs:
         yield 1.0
         while (left_s := self.world.last_fault + self.settled_s - self.world.now) > 0.0:
             yield left_s + 0.001
+        while not (self.has_ended or self.is_lost or self.is_settled()):
+            assert self.world.now < self.world.last_fault + SETTLED_S, "a server that is back is not used"
+            yield 1.0
         if not self.has_ended:
             self.check_servers(self.world)
+            self.check_kept()
             self.close(coordinator)
         yield from coordinator.wait("ended")
         coordinator.end(0)
+
+    def check_kept(self):
+        """After all functions the job and the servers keep nothing of them, but for the job's last events."""
+        if self.is_lost:
+            return
+        kept = lengths_of(self.coordinator.job)
+        num_kept = sum(number for where, number in kept.items() if not where.startswith("EventRecord"))
+        most = self.most_kept + self.most_kept_of_task * (self.num_workers + self.num_servers)
+        assert num_kept <= most, f"the job keeps {num_kept} items, not {most}: {kept.most_common(12)}"
+        for server in range(self.num_servers):
+            for each in self.kept_on(self.world.processes[ps(server)]):
+                lengths = lengths_of(each)
+                assert sum(lengths.values()) <= MOST_ON_SERVER, f"ps {server} keeps {lengths.most_common(8)}"
+
+    def kept_on(self, process):
+        """Returns the objects of a server that know of functions."""
+        return process.store.windows, process.store.gradients
+
+    def is_settled(self):
+        """True if the job uses the processes of the servers that are there, so that nothing more is to come."""
+        return True
 
     def close(self, coordinator):
         if coordinator.job is not None and not self.has_ended:
@@ -310,6 +368,9 @@ class Jobs:
     def note_request(self, coordinator, ask):
         """The job asks a task."""
 
+    def note_answer(self, coordinator, task, op, answer, truth):
+        """The job learns what a task has answered, and the task had these counters then."""
+
     def note_scheduled(self, coordinator, function):
         assert len(self.functions) == function.number
         self.functions.append(function)
@@ -328,6 +389,7 @@ class Jobs:
 
     def note_killed(self, process):
         """A function kills its worker, which is started again."""
+        self.disturbances.note(process.world.now, 0.3, [process.name])
         process.world.at(process.world.now + 0.3, self.restart, process.world, process)
 
     def note_ran(self, process, request):
@@ -340,6 +402,7 @@ class Jobs:
         assert action.number not in self.settled, f"function {action.number} ends twice"
         assert action.number < coordinator.num_scheduled
         self.settled[action.number] = action.error
+        self.settled_at[action.number] = self.world.now
         coordinator.world.trace(f"  function {action.number} ends on {action.worker or 'none'}")
         if action.error is None:
             assert action.answer["number"] == action.number, (
@@ -367,9 +430,54 @@ class Jobs:
             lengths = lengths_of(self.coordinator.job)
             assert sum(lengths.values()) < MOST_LENGTHS, f"the job keeps {lengths.most_common(8)}"
 
+    # --- what may be lost ---------------------------------------------------------------------------
+
+    def note_session_ended(self, process):
+        """A task has ended the coordinator's session, and has dropped its data: it has heard nothing for too long."""
+        if self.has_ended or self.coordinator.has_given_up(process.name):
+            return
+        start, end = next(reversed(self.disturbances.between(COORDINATOR, process.name)), (0.0, 0.0))
+        now = process.world.now
+        is_silent = start <= now - SILENCE_S + SLACK_S and end >= now - SLACK_S
+        assert is_silent, f"nobody speaks to {process.name}"
+        self.ended_sessions.append(process.name)
+
+    def keys_of(self, server):
+        """Returns the keys of the variables of a server that have been made."""
+        return [*both(self.keys[server]), *self.made_later[server]]
+
+    def reasons_of_loss(self):
+        """Yields the reasons that are true at the end, for which functions can never run again."""
+        for server in range(self.num_servers):
+            if lacks := self.lacks(server):
+                yield f"nobody has {lacks}"
+        yield from self.reasons_of_workers()
+
+    def reasons_of_workers(self):
+        yield from (f"{name} has ended the session" for name in self.ended_sessions if "worker" in name)
+        given_up = [self.coordinator.has_given_up(worker(number)) for number in range(self.num_workers)]
+        if all(given_up):
+            yield "all workers are given up"
+
+    def lacks(self, server):
+        """Returns the keys of the variables of a server that it has lost."""
+        counters = self.world.processes[ps(server)].store.counters
+        return [key for key in self.keys_of(server) if key not in counters]
+
+    def reasons_of_failure(self):
+        """Yields the reasons that were true at some time, for which functions may have failed."""
+        yield from self.reasons_of_loss()
+        yield from (f"{name} has ended the session" for name in self.ended_sessions)
+        servers = [ps(number) for number in range(self.num_servers)]
+        limit_s = self.limits.reconnect_s if self.servers_return else NO_ANSWER_S
+        for other in (COORDINATOR, *(worker(number) for number in range(self.num_workers))):
+            for server in servers:
+                if (silent_s := self.disturbances.longest(other, server)) > limit_s - SLACK_S:
+                    yield f"{other} could not reach {server} for {silent_s} s"
+
     def check_lost(self):
         """The job may be lost only for a reason that is true."""
-        assert self.num_server_faults or self.silence_s > SILENCE_S, f"lost: {self.failures[-1:]}"
+        assert list(self.reasons_of_loss()), f"lost: {self.failures[-1:]}"
 
     def check_errors(self):
         """Functions fail only for reasons that are true."""
@@ -382,9 +490,11 @@ class Jobs:
             elif "probably kills workers" in text:
                 assert self.num_worker_faults >= 3 or function.ends == "kills", text
             elif isinstance(error, UnavailableError | StaleCoordinatorError):
-                assert self.num_server_faults or self.silence_s > SILENCE_S, text
+                assert list(self.reasons_of_failure()), text
             else:
                 assert function.ends in ("raises", "refused", "cannot travel"), f"{function.name}: {error!r}"
+
+    # --- what the servers have ----------------------------------------------------------------------
 
     def check_servers(self, world):
         """Checks the counters once all is done."""
@@ -398,9 +508,7 @@ class Jobs:
         process = world.processes[ps(server)]
         if not process.is_alive or self.keys[server] not in process.store.counters:
             return None
-        one, other = process.store.counters[self.keys[server]]
-        assert one == other
-        return one
+        return value_in(process.store.counters, self.keys[server])
 
     def check_counter(self, server, counted):
         twice = [number for number, times in Counter(counted).items() if times > 1]

@@ -33,6 +33,9 @@ class ServerTask(TaskProcess):
       index: The number of the server.
       disk: Its snapshots; None if it writes none.
       interval_s: The time between two snapshots.
+
+    Attributes:
+      restored_truth: The counters with which it began; see ``truth``.
     """
 
     def __init__(self, scenario, world, index, disk=None, interval_s=math.inf):
@@ -46,6 +49,7 @@ class ServerTask(TaskProcess):
         self._files = None if disk is None else SnapshotFiles(disk, "")
         self._turns = {}
         self._restored_groups = {}
+        self.restored_truth = {}
 
     def new_store(self, incarnation=None):
         return IntegerStore(self.scenario.names.next(f"{self.name} store"), incarnation)
@@ -54,6 +58,7 @@ class ServerTask(TaskProcess):
         if self.disk is not None:
             self._restore_newest()
             self.writing.start()
+        self.restored_truth = self.truth()
         if self.all_restored is not None:
             self._begin(self.all_restored["incarnation"])
         self.after(TICK_S, self._watch)
@@ -67,6 +72,7 @@ class ServerTask(TaskProcess):
         if self.session.time_passed(self.world.now):
             self.world.trace(f"    {self.name} ends the session of {incarnation}, which is silent")
             self._drop()
+            self.scenario.note_session_ended(self)
         self.after(TICK_S, self._watch)
 
     # --- requests -----------------------------------------------------------------------------------
@@ -91,11 +97,17 @@ class ServerTask(TaskProcess):
 
     def _ask_heartbeat(self, request):
         self.session.heartbeat(request["incarnation"], self.world.now)
-        return {"instance": self.store.instance, "statistics": self.statistics()}
+        return {"instance": self.store.instance, "statistics": self.statistics(), "truth": self.truth()}
 
     def _ask_status(self, request):
         told = {"incarnation": self.session.incarnation, "statistics": self.statistics()}
-        return {**self._described(), **told}
+        return {**self._described(), **told, "truth": self.truth()}
+
+    def truth(self):
+        """Returns the counters that it has now, for checks: with groups a dict for each group."""
+        if self.groups:
+            return {number: dict(each.store.counters) for number, each in self.groups.items()}
+        return dict(self.store.counters)
 
     def _ask_leave(self, request):
         if self.session.leave(request["incarnation"], self.world.now):

@@ -1,6 +1,7 @@
 """``WorkerTask``: a simulated worker. It runs functions in the order of their arrival, and pushes to the servers."""
 
 from ps_simulation.asking_servers import AskingServers
+from ps_simulation.integer_store import both, value_in
 from ps_simulation.task_process import TaskProcess
 from ps_simulation.turns import Turns
 from replicax._ps.store.group_rules import View
@@ -48,6 +49,7 @@ class WorkerTask(TaskProcess):
     def _watch(self):
         if self.session.time_passed(self.world.now):
             self._drop()
+            self.scenario.note_session_ended(self)
         self.after(TICK_S, self._watch)
 
     def _drop(self):
@@ -155,7 +157,7 @@ class WorkerTask(TaskProcess):
     def _pull(self, request):
         if self.epoch != request["epoch"] or request["round"] is not None:
             steps = {
-                number: {"op": "step", "closure": None, "pull": [key]}
+                number: {"op": "step", "closure": None, "pull": both(key)}
                 for number, key in enumerate(self.scenario.keys)
             }
             self._take((yield from self.servers.ask(steps)))
@@ -171,17 +173,17 @@ class WorkerTask(TaskProcess):
                 "op": "step",
                 "closure": request["closure"],
                 "low": request["low"],
-                "pull": [] if number is not None else [key],
+                "pull": [] if number is not None else both(key),
             }
             if number is None:
-                steps[server] |= {"program": self.scenario.program, "keys": [key]}
+                steps[server] |= {"program": self.scenario.program, "keys": both(key)}
             else:
-                gradients = {"round": number, "program": self.scenario.program, "keys": [key]}
+                gradients = {"round": number, "program": self.scenario.program, "keys": both(key)}
                 steps[server] |= {"gradients": gradients}
         self._take((yield from self.servers.ask(steps)))
 
     def _take(self, answers):
         for number, answer in answers.items():
-            for key, (one, other) in answer["values"].items():
-                assert one == other, f"{self.name} sees half an update of ps {number}"
-                self.values[key] = one
+            if answer["values"]:
+                key = self.scenario.keys[number]
+                self.values[key] = value_in(answer["values"], key)

@@ -59,7 +59,11 @@ class ScriptedServer:
 
     @property
     def statistics(self):
-        return {"updates": self.num_updates, "groups": dict(self.groups), "snapshot_error": ""}
+        return {
+            "updates": self.num_updates,
+            "groups": {group: dict(part) for group, part in self.groups.items()},
+            "snapshot_error": "",
+        }
 
     def _heartbeat(self, header):
         return {"instance": self.instance, "statistics": self.statistics}

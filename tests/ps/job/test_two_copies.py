@@ -164,7 +164,7 @@ def test_servers_that_return_with_nothing_break_the_job(order, gap_s, lost_apart
     for index in order:
         job.ps[index].restarts()
         job.run(gap_s)
-    assert job.run_until(lambda: job.broken, 10.0)
+    assert job.run_until(lambda: job.broken, 25.0)
     assert any("should have the other copy of its variables" in str(error) for error in job.broken.values())
     job.run(30.0)
     assert not job.may_run
@@ -176,7 +176,7 @@ def test_servers_that_restart_with_nothing_before_anything_is_missed_break_the_j
     job.ps[0].restarts()
     job.run(gap_s)
     job.ps[1].restarts()
-    assert job.run_until(lambda: job.broken, 10.0)
+    assert job.run_until(lambda: job.broken, 25.0)
     job.run(30.0)
     assert not job.may_run
 
@@ -259,6 +259,38 @@ def test_primary_that_is_lost_while_it_resumes_is_waited_for_again():
     for index in (0, 1):
         job.ps[index].restarts(**snapshot((1, 40), 0, 1))
     assert job.run_until(lambda: job.may_run, 20.0)
+
+
+def test_log_does_not_say_that_nothing_is_lost_while_a_group_resumes_from_a_snapshot():
+    job = copied()
+    lose_both(job)
+    job.operation_s = 5.0
+    for index in (0, 1):
+        job.ps[index].restarts(**snapshot((1, 40), 0, 1))
+    assert job.run_until(lambda: any(getattr(each, "operation", "") == "restored" for each in job.sent), 20.0)
+    before = len(job.lines)
+    job.ps[1].is_down = True
+    assert job.run_until(lambda: job.may_run, 60.0)
+    assert job.servers.statistics()["ps"]["ps 1"]["connected"] is False
+    assert "about 20 acknowledged updates are lost" in job.log_text
+    assert "No acknowledged update is lost" not in "\n".join(job.lines[before:])
+
+
+@pytest.mark.parametrize("how", ["delays", "late"])
+@pytest.mark.parametrize("after_s", [0.2, 0.5, 0.8, 1.1, 1.4, 1.7, 2.0, 2.3])
+def test_copy_that_is_complete_since_the_last_heartbeat_is_not_taken_for_nothing(how, after_s):
+    job = copied()
+    job.ps[1].restarts()
+    assert job.run_until(lambda: all(view.backup == 1 and view.is_joining for view in job.groups.views), 10.0)
+    getattr(job.ps[1], how)["heartbeat"] = 1.9  # it is asked late, or its answer comes late
+    job.run(after_s)
+    assert not job.broken
+    caught_up(job)
+    job.ps[0].restarts()
+    assert job.run_until(lambda: "which had the variables of ps 0" in job.log_text, 10.0)
+    assert job.run_until(lambda: job.may_run, 20.0)
+    assert job.groups.primaries == [1, 1]
+    assert "about 0 acknowledged updates are lost" in job.log_text
 
 
 # --- a server is not what it has said ------------------------------------------------------------------------

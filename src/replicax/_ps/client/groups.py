@@ -68,6 +68,7 @@ class Groups:
                 changed.append(self._alone(view, view.backup))
             elif task == view.primary:
                 self._lost.add(view.group)
+                self._has[view.group].clear()  # the other server may have got more since it said what it has
         return changed
 
     def back(self, task: int) -> None:

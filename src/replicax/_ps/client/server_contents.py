@@ -136,6 +136,13 @@ class ServerContents:
             {key: (tuple(shape), dtype) for key, shape, dtype in answer.header["found"]} for answer in answers
         ]
 
+    def lacking(self, ps: int, keys: Sequence[str]) -> set[str]:
+        """Returns those of these shards that parameter server ``ps`` lacks. Asks nothing if there are none."""
+        if not keys:
+            return set()
+        answer = self._servers.ask({ps: Message({"op": "find", "keys": list(keys)})})[ps]
+        return set(keys) - {key for key, _, _ in answer.header["found"]}
+
     def apply_round(self, number: int, low: int, closures: Sequence[int]) -> None:
         """Has all parameter servers apply the mean of gradients that they hold, once.
 

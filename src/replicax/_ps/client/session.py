@@ -441,7 +441,7 @@ class Session:
 
         Args:
           ps: The number of the parameter server.
-          keys: The keys of the shards that it has; None if it has all.
+          keys: The keys of the shards that the snapshot has; None if the server has all.
 
         Returns:
           The names of the arrays with a shard that the server should have and lacks.
@@ -451,11 +451,12 @@ class Session:
         """
         self._contents.send_all_programs(ps)
         self.renew()
-        return [
-            array.name
-            for array in self._all_made()
-            if keys is not None and not array.keys_on(ps) <= set(keys)
-        ]
+        if keys is None:
+            return []
+        made = [(array.name, array.keys_on(ps) - set(keys)) for array in self._all_made()]
+        # A thread may have created an array there since the server restarted.
+        lacks = self._contents.lacking(ps, sorted(set().union(*(new for _, new in made))))
+        return [name for name, new in made if new & lacks]
 
     def names_on(self, ps: int) -> list[str]:
         """Returns the names of the arrays that have a shard or a copy on a parameter server."""

@@ -42,6 +42,11 @@ class GroupsWithoutServer:
         self._restored: dict[int, Mapping[str, Any]] = {}
         self._parts: dict[int, Mapping[str, Any]] = {}
 
+    @property
+    def is_waiting(self) -> bool:
+        """True if a group was lost and the job has not resumed with it yet."""
+        return bool(self._since)
+
     def wait_for(self, groups: Sequence[int]) -> None:
         """Starts to wait for groups that are lost now."""
         for group in groups:
@@ -67,6 +72,17 @@ class GroupsWithoutServer:
         """Returns the lost groups that a parameter server may have and whose wait is over."""
         until = self._job.now - self.comes_back_s
         return [g for g, since in self._since.items() if since < until and task in self._groups.members(g)]
+
+    def are_known(self, groups: Sequence[int]) -> list[int]:
+        """Returns those of lost groups of which both servers have said what they have since the primary is back.
+
+        An answer that was on its way then may say less than the server has now. Within this time the server has
+        answered a later heartbeat, or is lost.
+        """
+        limits, primaries = self._job.setup.limits, self._groups.primaries
+        longest_s = limits.heartbeat_s + limits.heartbeat_timeout_s
+        until = self._job.now - (1 + limits.ps_missed_heartbeats) * longest_s
+        return [group for group in groups if self._returned_at.get(primaries[group], 0.0) < until]
 
     def returned(self, task: int, status: Mapping[str, Any]) -> None:
         """Records the state of a restarted parameter server, from its answer to ``status``."""

@@ -55,7 +55,7 @@ class TwoCopies:
         """Handles the loss of a server. Returns an error for the job if some variables are on no server now."""
         views = self._groups.server_lost(watch.index)
         left = self._without(watch, error)
-        if left is None and not self._groups.lost:
+        if left is None and not self._has_lost_group:
             self._moved.discard(watch.index)
             self._say_moved(watch, "is lost")
         self._tell_members(views)
@@ -96,7 +96,7 @@ class TwoCopies:
             given_up = self._groups.status_received(index, parts)
             for view in given_up:
                 self._say_given_up(view, parts[str(view.group)])
-        if self._lost.failed is None and (hopeless := self._groups.hopeless):
+        if self._lost.failed is None and (hopeless := self._lost.are_known(self._groups.hopeless)):
             self._lost.fail(self._nowhere(watch, hopeless))
         self._tell_members([*self._lost.restart(), *given_up, *self._joined(watch)])
         self._tell([(index, view) for view in self._groups.views_to_send(index, parts)])
@@ -136,9 +136,14 @@ class TwoCopies:
         if self._breaks(watch):
             return
         watch.accept(hello["instance"])
-        if watch.index in self._moved and not self._groups.lost:
+        if watch.index in self._moved and not self._has_lost_group:
             self._moved.discard(watch.index)
             self._say_moved(watch, "restarted")
+
+    @property
+    def _has_lost_group(self) -> bool:
+        """True if updates of a group may be lost, and the log does not say yet which."""
+        return bool(self._groups.lost) or self._lost.is_waiting
 
     def _move_from(self, watch: ServerWatch) -> None:
         if views := self._groups.server_lost(watch.index):
