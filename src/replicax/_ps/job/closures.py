@@ -325,8 +325,7 @@ class ClosureQueue:
         closure = self._queued.popleft()
         member = self._members[worker]
         if not member.in_flight:
-            self._clocks.leave(member.clock, is_idle=True)
-            self._clocks.enter(member.clock, is_idle=False)
+            self._clocks.took(member.clock)
         member.in_flight[closure.number] = closure
         self._num_in_flight += 1
         if self.rounds is not None:
@@ -447,10 +446,10 @@ class ClosureQueue:
         member = self._members.get(worker)
         if member is None or closure.number not in member.in_flight:
             return False
-        self._left(member)
         del member.in_flight[closure.number]
+        if member.is_here:
+            self._clocks.ended(member.clock, num_ended, is_idle=not member.in_flight)
         member.clock += num_ended
-        self._came(member)
         self._num_in_flight -= 1
         return True
 

@@ -56,7 +56,7 @@ class FunctionRules:
     @property
     def may_wait(self) -> bool:
         """True if no worker takes a function before another event comes, such as the answer of a worker."""
-        return bool(self._queue.num_in_flight) and not self._hungry.has_idle and not self._queue.has_error
+        return not self._hungry.has_idle and bool(self._queue.num_in_flight)
 
     # --- handing out -----------------------------------------------------------------------------------
 

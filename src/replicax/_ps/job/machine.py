@@ -93,10 +93,11 @@ class Job:
             self._state.unsettled.add(event.number)
         elif isinstance(event, events.WaitBegan):
             self._waits.began(event)
+        kind = type(event)
         try:
             self._record.add(event, now)
-            self._rules[type(event)](event)
-            self._follow(only_idle=type(event) is events.Scheduled)
+            self._rules[kind](event)
+            self._follow(only_idle=kind is events.Scheduled)
         except Exception as error:
             self._end_with(error)
         return self._state.taken_actions()
@@ -166,17 +167,20 @@ class Job:
 
     def _follow(self, *, only_idle: bool) -> None:
         """Does what an event has made possible."""
-        state = self._state
-        is_first = True
-        while state.procedures.wake(state.now) or is_first:
-            is_first = False
-            self._functions.feed(only_idle=only_idle)
+        state, procedures, queue = self._state, self._state.procedures, self._state.queue
+        procedures.wake(state.now)
+        while True:
+            if queue.num_queued:
+                self._functions.feed(only_idle=only_idle)
             if self._has_rounds:
                 self._rounds.look()
             if state.has_new_primaries:
                 state.has_new_primaries = False
                 self._workers.tell_primaries()
-        self._waits.look()
+            if not procedures.wake(state.now):
+                break
+        if self._waits.has_some:
+            self._waits.look()
 
     def _note_variables(self, event: events.VariablesMade) -> None:
         self._state.num_made = event.num_made

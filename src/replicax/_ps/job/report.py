@@ -11,14 +11,18 @@ from replicax._ps.job import events_in as events
 NUM_EVENTS: Final = 200
 
 _NUMBERS: Final[dict[type, Callable[[Any], tuple[Any, ...]]]] = {
-    events.Scheduled: lambda event: (event.number, _type_of(event.error)),
+    events.Scheduled: lambda event: (event.number, event.error and _type_of(event.error)),
     events.WaitBegan: lambda event: (event.wait, event.kind, event.resource),
     events.WaitGivenUp: lambda event: (event.wait,),
     events.ResourceAdded: lambda event: (event.name,),
     events.ResourceDropped: lambda event: (event.name,),
     events.VariablesMade: lambda event: (event.num_made,),
     events.Closed: lambda event: (),
-    events.WorkerAnswered: lambda event: (event.worker, event.connection, *map(_type_of, event.answers)),
+    events.WorkerAnswered: lambda event: (
+        event.worker,
+        event.connection,
+        *[type(answer).__name__ if isinstance(answer, Exception) else None for answer in event.answers],
+    ),
     events.WorkerBroke: lambda event: (event.worker, event.connection, _type_of(event.error)),
     events.Answered: lambda event: (event.request,),
     events.Failed: lambda event: (event.request, _type_of(event.error)),

@@ -25,6 +25,10 @@ class Waits:
         self._waits: dict[int, WaitBegan] = {}
         self._raised: tuple[int, BaseException] | None = None  # the last failure, and the wait that it ended
 
+    @property
+    def has_some(self) -> bool:
+        return bool(self._waits)
+
     def began(self, event: WaitBegan) -> None:
         self._waits[event.wait] = event
 
@@ -36,12 +40,11 @@ class Waits:
 
     def look(self) -> None:
         """Ends the waits that are over, after each event."""
-        if self._waits:
-            for wait in list(self._waits.values()):
-                end = self._end_of(wait)
-                if end is not None:
-                    del self._waits[wait.wait]
-                    self._state.act(end)
+        for wait in list(self._waits.values()):
+            end = self._end_of(wait)
+            if end is not None:
+                del self._waits[wait.wait]
+                self._state.act(end)
 
     def fail(self, error: BaseException) -> None:
         """Ends all waits with an error; those for the end without one."""

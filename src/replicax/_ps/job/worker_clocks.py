@@ -45,6 +45,21 @@ class WorkerClocks:
             self.num_idle += 1
             self._idle[clock] = self._idle.get(clock, 0) + 1
 
+    def took(self, clock: int) -> None:
+        """An idle worker has got a closure."""
+        self.num_idle -= 1
+        _remove(self._idle, clock)
+
+    def ended(self, clock: int, num_ended: int, *, is_idle: bool) -> None:
+        """A busy worker has lost a closure: it has ended ``num_ended`` here, 0 or 1. ``clock`` is that of before."""
+        if num_ended:
+            _remove(self._here, clock)
+            clock += num_ended
+            self._here[clock] = self._here.get(clock, 0) + 1
+        if is_idle:
+            self.num_idle += 1
+            self._idle[clock] = self._idle.get(clock, 0) + 1
+
     def leave(self, clock: int, *, is_idle: bool) -> None:
         """Counts a worker no longer."""
         self.num_here -= 1
