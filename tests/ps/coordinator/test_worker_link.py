@@ -190,7 +190,8 @@ def test_messages_wait_for_the_opening():
     connected, opened = Connected(), []
     connected.link.send([number(1)])
     connected.link.after_opening(lambda: opened.append(True))
-    assert connected.peer.sent == [] and not opened
+    assert connected.peer.sent == []
+    assert not opened
     connected.open()
     assert opened
     connected.threads.run()
@@ -210,7 +211,8 @@ def test_a_connection_that_cannot_be_opened_is_an_error_and_ends_the_waits_for_i
     link.after_opening(lambda: ended.append(True))
     threads.run()
     connected.owner.run()
-    assert connected.owner.error is error and ended
+    assert connected.owner.error is error
+    assert ended
     link.send([number(1)])
     assert not threads.functions
 
@@ -220,7 +222,8 @@ def test_a_connection_that_opens_after_it_was_closed_is_closed():
     connected.link.close()
     connected.open()
     assert connected.peer.is_closed
-    assert connected.owner.watched == [] and connected.owner.error is None
+    assert connected.owner.watched == []
+    assert connected.owner.error is None
 
 
 def test_own_answers_keep_their_places(connected):
@@ -263,7 +266,8 @@ def test_a_part_of_an_answer_is_left_to_a_thread(connected):
     connected.link.send([number(1)])
     connected.peer.has_part = True
     connected.link.arrived()
-    assert connected.owner.watched == [] and connected.answers == []
+    assert connected.owner.watched == []
+    assert connected.answers == []
     connected.threads.run()
     assert connected.answers == [1]
     assert connected.owner.watched == [connected.link]
@@ -296,7 +300,8 @@ def test_a_send_that_fails_ends_the_connection(connected, large):
         connected.threads.run()
     connected.owner.run()
     assert connected.owner.error is connected.peer.error
-    assert connected.peer.is_closed and connected.owner.watched == []
+    assert connected.peer.is_closed
+    assert connected.owner.watched == []
     assert not connected.threads.functions
 
 
@@ -307,7 +312,8 @@ def test_nothing_is_heard_of_a_closed_connection(connected):
     connected.link.close()
     connected.link.close()
     connected.peer.error = UnavailableError("closed", "worker 0")
-    assert connected.answers == [] and connected.owner.error is None
+    assert connected.answers == []
+    assert connected.owner.error is None
     assert not connected.threads.functions
 
 
