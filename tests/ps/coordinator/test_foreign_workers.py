@@ -107,7 +107,7 @@ def coordinator(cluster):
         yield coordinator
 
 
-def add(call, x):
+def add(call, x, *others):
     call.push()
     return np.int32(x)
 
@@ -165,7 +165,7 @@ def test_a_function_whose_message_cannot_travel_fails_and_no_other_gets_its_answ
         def __init__(self, strategy, fn, args):
             super().__init__(strategy, fn, args)
             if args[0] < 0:
-                self.named = {1: object()}
+                self.named = {9: object()}
 
     monkeypatch.setattr("memory_cluster.Prepared", Bad)
     coordinator.schedule(add, (0,)).fetch(SOON_S)
@@ -174,7 +174,8 @@ def test_a_function_whose_message_cannot_travel_fails_and_no_other_gets_its_answ
 
         def schedule(bad=bad, values=values):
             for n in range(30):
-                values[n] = coordinator.schedule(add, (-1 if n == bad else n,))
+                more = () if n % 4 else (np.zeros(10_000),)  # a thread sends it, and those after it
+                values[n] = coordinator.schedule(add, (-1 if n == bad else n, *more))
             coordinator.join(JOIN_S)
 
         with pytest.raises(MessageError, match="not JSON"):
