@@ -77,7 +77,7 @@ class JobLoop:
             return self.servers
 
         self._job = Job(setup, servers_of)
-        self._events: deque[events.Event | Callable[[], None]] = deque()
+        self._events: deque[events.Event | Callable[[], None]] = deque([self._begin])
         self._values: dict[int, RemoteValue] = {}
         self._works: dict[int, Work] = {}
         self._resources: dict[str, Resource] = {}
@@ -287,14 +287,15 @@ class JobLoop:
     # --- the owner -------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        do: Callable[[], None] = lambda: self._act(self._job.start(time.monotonic()))  # noqa: E731
         while not self._is_over:
             try:
-                do()
+                self._step()
             except BaseException as error:
                 self._fail(error)
-            do = self._step
         self._end()
+
+    def _begin(self) -> None:
+        self._act(self._job.start(time.monotonic()))
 
     def _step(self) -> None:
         wake_at = self._job.wake_at
