@@ -116,6 +116,10 @@ def twice(call, x):
     return x + x
 
 
+def twos(worker):
+    return itertools.repeat(np.int32(2))
+
+
 def connections_of(coordinator):
     return [each["connections"] for each in coordinator.statistics()["workers"].values()]
 
@@ -257,6 +261,44 @@ def test_answer_that_is_no_message_fails_its_function_alone(cluster, coordinator
         coordinator.join(JOIN_S)
     values = [coordinator.schedule(add, (n,)) for n in range(20)]
     assert [int(value.fetch(SOON_S)) for value in values] == list(range(20))
+
+
+STRANGE = [
+    {"need": "[]"},
+    {"need": None, "end": None},
+    {"need": [1], "end": {}},
+    {"need": {}, "end": 5},
+    {"error": None},
+    {"error": 5},
+    {"error": {}},
+    {"error": []},
+    {"error": {"type": 5, "text": None, "details": []}},
+    {"error": {"type": "UnknownProgramError", "text": "x", "details": {}}},
+    {"error": {"type": "UnknownProgramError", "text": "x", "details": {"digest": {}}}},
+    {"error": {"type": "UnavailableError", "text": "x", "details": {"task": 5}}},
+    {"error": {"type": "UnavailableError", "text": "x", "details": {"task": "ps 99"}}},
+    {"error": {"type": "UnavailableError", "text": "x", "details": {"task": ["ps", 0]}}},
+    {"error": {"type": "ClosureAbortedError", "text": 5, "details": {"name": 5}}},
+    {"error": {"type": "KeyboardInterrupt", "text": "x", "details": {}}},
+    {"signature": 5},
+    {"signature": {}},
+    {"spec": 5},
+]
+
+
+@pytest.mark.parametrize("kind", ["program", "closure", "resource"])
+def test_answers_with_strange_fields_do_not_end_the_job(cluster, coordinator, kind):
+    for header in STRANGE:
+        connected(coordinator)
+        cluster.on_message = once(kind, lambda worker, connection, header=header: encode(Message(header)))
+        with contextlib.suppress(Exception):
+            iterator = iter(coordinator.create_per_worker_dataset(twos))
+            coordinator.schedule(lambda call, x: x, (iterator,)).fetch(SOON_S)
+        with contextlib.suppress(Exception):
+            coordinator.join(SOON_S)
+        assert coordinator._loop._job.bug is None, header
+        assert coordinator.schedule(add, (2,)).fetch(SOON_S) == 2
+        coordinator.join(SOON_S)
 
 
 def test_answers_without_a_request_cost_the_connection_at_most(cluster, coordinator):
