@@ -71,6 +71,10 @@ def fail(call):
     raise ValueError("no luck")
 
 
+def twos(worker):
+    return itertools.repeat(np.int32(2))
+
+
 def nothing_left(loop):
     """True if the loop keeps nothing of functions that have ended."""
     return not (loop._values or loop._works or loop._waiting or loop._came or loop._events)
@@ -673,12 +677,26 @@ def test_nothing_is_kept_of_functions_that_have_ended(cluster, coordinator):
 def test_dropped_resources_are_forgotten(cluster, coordinator):
     loop = coordinator._loop
     for _ in range(5):
-        iterator = iter(coordinator.create_per_worker_dataset(lambda worker: itertools.repeat(np.int32(2))))
+        iterator = iter(coordinator.create_per_worker_dataset(twos))
         assert coordinator.schedule(lambda call, x: x, args=(iterator,)).fetch(SOON_S) == 2
         del iterator
         gc.collect()
     eventually(lambda: not loop._resources)
     eventually(lambda: all(not worker.resources for worker in cluster.workers))
+
+
+def test_spec_of_a_dataset_is_known_although_its_only_iterator_was_dropped(cluster, coordinator):
+    dataset = coordinator.create_per_worker_dataset(twos)
+    iter(dataset)
+    gc.collect()
+    assert dataset.element_spec.dtype == np.int32
+    assert coordinator.schedule(lambda call, x: x, args=(iter(dataset),)).fetch(SOON_S) == 2
+
+
+def test_iterators_of_many_threads_differ(cluster, coordinator):
+    dataset, iterators = coordinator.create_per_worker_dataset(twos), []
+    in_threads(lambda n: iterators.append(iter(dataset)), 8)
+    assert len({each.resource for each in iterators}) == 8
 
 
 # --- functions that are traced again -------------------------------------------------------------------
