@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -487,6 +488,96 @@ def test_mutual_tls(pki, host):
         answer = client.open().call(Message({}, [np.arange(10**6)]), 30)
         np.testing.assert_array_equal(answer.arrays[0], np.arange(10**6))
         assert client.ask("hello", {"a": 1}, 30)["a"] == 1
+
+
+@pytest.fixture(params=["plain", "TLS"])
+def any_link(request, pki):
+    credentials = pki["a"] if request.param == "TLS" else TOKEN
+    with (
+        echo_server(credentials=credentials) as server,
+        TaskClient(server.address, credentials, "ps 0") as client,
+    ):
+        yield client.open()
+        server.echo.may_go_on.set()
+
+
+def arrived(link, num_answers=1):
+    """Answers that are received as they arrive, without waiting for any."""
+    answers, until = [], time.monotonic() + 30
+    while len(answers) < num_answers:
+        assert time.monotonic() < until
+        if link.has_bytes() or select.select([link], [], [], 0.01)[0]:
+            answers += link.receive_arrived() or []
+    return answers
+
+
+def test_answers_that_have_arrived_are_received_without_waiting(any_link):
+    assert any_link.receive_arrived() is None
+    assert not any_link.has_bytes()
+    for turn in range(3):
+        any_link.send(Message({"op": "echo", "turn": turn}, [np.arange(5)]))
+        (answer,) = arrived(any_link)
+        assert answer.header["turn"] == turn
+        np.testing.assert_array_equal(answer.arrays[0], np.arange(5))
+        assert any_link.receive_arrived() is None
+        assert not any_link.has_bytes()
+
+
+def test_many_answers_arrive_in_order(any_link):
+    ops = ["echo", "fail"] * 500
+    any_link.send_all([Message({"op": op, "n": n}, [np.arange(100)]) for n, op in enumerate(ops)])
+    answers = arrived(any_link, len(ops))
+    assert [type(each) for each in answers] == [Message, RemoteError] * 500
+    assert [each.header["n"] for each in answers[::2]] == list(range(0, 1000, 2))
+
+
+def test_large_answer_between_small_ones_is_left_to_a_receive_that_waits(any_link):
+    large = np.arange(2**20)
+    for n, arrays in enumerate([[], [large], []]):
+        any_link.send(Message({"op": "echo", "n": n}, arrays))
+    answers = []
+    while len(answers) < 3:
+        some = any_link.receive_arrived()
+        if some is None and any_link.has_bytes():
+            some = any_link.receive_all(30)
+        answers += some or []
+    assert [each.header["n"] for each in answers] == [0, 1, 2]
+    np.testing.assert_array_equal(answers[1].arrays[0], large)
+
+
+def test_answer_with_a_large_header_arrives(any_link):
+    any_link.send(Message({"op": "echo", "text": "x" * 2**20}))
+    wait_until(lambda: select.select([any_link], [], [], 0.01)[0])
+    for _ in range(20):
+        assert any_link.receive_arrived() is None
+    assert len(any_link.receive_all(30)[0].header["text"]) == 2**20
+
+
+def test_end_of_the_task_is_an_error_of_what_has_arrived(any_link):
+    any_link.send(Message({"op": "echo"}))
+    arrived(any_link)
+    any_link._connection.cancel()
+    message(UnavailableError, lambda: arrived(any_link), "ps 0")
+    assert any_link.is_closed
+    assert any_link.fileno() == -1
+    message(UnavailableError, any_link.receive_arrived, "ps 0")
+
+
+@pytest.mark.parametrize("how", ["receive_all", "receive_arrived"])
+def test_answers_before_one_that_is_no_message_are_received(client, server, how, monkeypatch):
+    """Otherwise its error would be taken for the answer to an older request."""
+    answer = server._answer
+    monkeypatch.setattr(
+        server, "_answer", lambda m: Encoded(b"none", ()) if m.header["n"] == 2 else answer(m)
+    )
+    link = client.open()
+    link.send_all([Message({"op": "echo", "n": n}) for n in range(4)])
+    time.sleep(0.2)  # all have arrived
+    answers = link.receive_all(30) if how == "receive_all" else arrived(link)
+    assert [each.header["n"] for each in answers] == [0, 1]
+    assert link.has_bytes()
+    message(MessageError, lambda: link.receive_all(30), "4 bytes are not a message")
+    assert link.is_closed
 
 
 @pytest.mark.parametrize("who", ["no certificate", "of another CA", "no TLS"])

@@ -135,6 +135,9 @@ class Cut:
         self.data = self.data[size:]
         return size
 
+    def read_arrived(self, memory):
+        return self.read(memory, 0.0, fill=False)
+
     def write(self, parts, deadline):
         raise AssertionError
 
@@ -260,6 +263,78 @@ def test_frames_that_arrived_together_are_reported(pair):
     assert receiver.wait(0.0)
     assert taken(receiver)[1] == b"body"
     assert not receiver.wait(0.0)
+
+
+def arrived(connection, deadline=None):
+    """True once a full small message has arrived; False at the deadline."""
+    deadline = soon() if deadline is None else deadline
+    while not connection.has_arrived():
+        if time.monotonic() > deadline:
+            return False
+        select.select([connection], [], [], 0.01)
+    return True
+
+
+def test_small_frames_are_reported_when_they_have_arrived(pair):
+    sender, receiver = pair
+    assert not receiver.has_arrived()  # it does not wait
+    sender.send([(Kind.MESSAGE, text * 50, ()) for text in (b"x", b"y")], soon())
+    assert arrived(receiver)
+    assert taken(receiver)[0] == b"x" * 50
+    assert receiver.has_arrived()
+    assert taken(receiver)[0] == b"y" * 50
+    assert not receiver.has_arrived()
+    assert not receiver.has_bytes()
+    sender.send([(Kind.MESSAGE, b"", [b"body"])], soon())
+    assert not arrived(receiver, soon(0.1))  # one with a body is none
+    assert receiver.has_bytes()
+    assert taken(receiver)[1] == b"body"
+
+
+def test_end_of_the_peer_is_reported_after_its_last_frame(pair):
+    sender, receiver = pair
+    sender.send([(Kind.MESSAGE, b"last", ())], soon())
+    assert arrived(receiver)
+    sender.close()
+    assert taken(receiver)[0] == b"last"
+    with pytest.raises(PeerEndedError):
+        arrived(receiver)
+
+
+def test_reason_of_the_peer_is_left_to_receive(pair):
+    sender, receiver = pair
+    with in_a_thread(sender.end, "enough"):
+        assert not arrived(receiver, soon(0.2))
+        with pytest.raises(PeerEndedError) as caught:
+            receiver.receive(soon())
+        receiver.close()
+    assert caught.value.reason == "enough"
+
+
+@pytest.mark.parametrize(
+    "size", [_FIRST_BYTES, _BUFFER_BYTES - HEADER_BYTES, _BUFFER_BYTES, 3 * _BUFFER_BYTES]
+)
+@pytest.mark.parametrize("before", [0, 100, _BUFFER_BYTES - _FIRST_BYTES - 2 * HEADER_BYTES])
+def test_looking_again_for_a_large_frame_does_not_end_the_connection(size, before):
+    frames = [(Kind.MESSAGE, b"b" * before, b""), (Kind.MESSAGE, b"h" * size, b""), (Kind.MESSAGE, b"z", b"")]
+    with connection_with(bytes_of(frames)) as connection:
+        for _, head, _ in frames:
+            for _ in range(2 * _BUFFER_BYTES // _FIRST_BYTES):
+                connection.has_arrived()
+            assert taken(connection)[0] == head
+        with pytest.raises(PeerEndedError):
+            connection.has_arrived()
+
+
+@settings(max_examples=100)
+@given(some_frames, st.lists(st.integers(1, 2**15), max_size=60) | st.lists(st.integers(1, 30)), st.data())
+def test_frames_are_the_same_however_often_one_looks_for_them(frames, sizes, data):
+    with connection_with(bytes_of(frames), sizes) as connection:
+        for _, head, body in frames:
+            for _ in range(data.draw(st.integers(0, 12))):
+                is_here = connection.has_arrived()
+                assert not (is_here and body)
+            assert taken(connection) == (head, body)
 
 
 def test_bytes_are_counted(pair):

@@ -196,11 +196,7 @@ class ClusterCoordinator:
         check_not_traced("schedule")
         args, kwargs = _arguments(fn, args, kwargs)
         _check(fn, args, kwargs)
-        try:
-            self._loop.check()
-        except BaseException:
-            self._strategy.session.renew()
-            raise
+        self._loop.check()
         keeps = (fn, args, kwargs)
         prepare = functools.partial(
             self._strategy.closures.prepare, fn, args, kwargs, num_averaged=self._num_averaged

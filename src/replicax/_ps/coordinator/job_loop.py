@@ -43,6 +43,7 @@ Value = TypeVar("Value")
 
 _END_S: Final = 15.0
 _STATISTICS_S: Final = 60.0
+_LONGEST_SLEEP_S: Final = 1.0  # of the owner: Ctrl-C may interrupt a caller just before it rings
 _NUM_AT_ONCE: Final = 64  # events, before the owner looks at its links
 _NUM_AHEAD: Final = 1024  # events that the owner has not taken, before a caller waits for it
 _NUM_BETWEEN: Final = 4
@@ -76,7 +77,7 @@ class JobLoop:
             return self.servers
 
         self._job = Job(setup, servers_of)
-        self._events: deque[events.Event | Callable[[], None]] = deque()
+        self._events: deque[events.Event | Callable[[], None]] = deque([self._begin])
         self._values: dict[int, RemoteValue] = {}
         self._works: dict[int, Work] = {}
         self._resources: dict[str, Resource] = {}
@@ -141,7 +142,11 @@ class JobLoop:
     def check(self) -> None:
         """Waits while the queue is full. Raises the failure of an earlier function, once nothing is in flight."""
         if len(self._events) >= min(self._job.room, _NUM_AHEAD):
-            self._wait("room", "schedule()")
+            try:
+                self._wait("room", "schedule()")
+            except BaseException:
+                self._session.renew()
+                raise
 
     def join(self, timeout_s: float | None) -> None:
         """Waits until all functions have ended. Raises the failure of an earlier function."""
@@ -202,16 +207,15 @@ class JobLoop:
 
     def close(self) -> None:
         """Cancels all functions and ends the threads, without waiting for them. May be called again."""
-        if not self.is_closed:
-            self.is_closed = True
-            self.put(events.Closed())
+        self.is_closed = True
+        self.put(events.Closed())
 
     def join_threads(self, timeout_s: float = _END_S) -> None:
-        """Waits for the threads to end."""
+        """Waits for the threads to end; not in the owner, without which they do not."""
         until = time.monotonic() + timeout_s
         if self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
-        self._threads.join(until)
+            self._threads.join(until)
 
     def end(self) -> None:
         """Closes the job, and waits for the threads."""
@@ -246,12 +250,15 @@ class JobLoop:
             self.put(events.WaitBegan(number, kind, resource))
             if not waiting.is_over.wait(timeout_s):
                 raise self._too_long(what, timeout_s)
-            is_seen = True
+            error = waiting.error if waiting.error is None else waiting.error.with_traceback(None)
+            is_seen = True  # Python looks for Ctrl-C at calls: there is none from here on
+            if error is not None:
+                raise error
+            return waiting.value
         finally:
             if not is_seen:  # too late, or Ctrl-C
                 self._waiting.pop(number, None)
                 self.put(events.WaitGivenUp(number))
-        return waiting.result()
 
     def _too_long(self, what: str, timeout_s: float | None) -> WaitTimeoutError:
         counts = self._job.num_in_flight, self._job.num_queued
@@ -273,19 +280,22 @@ class JobLoop:
         self.put(answer)
         if not waiting.is_over.wait(_STATISTICS_S):
             raise WaitTimeoutError(f"The coordinator has not answered for {_STATISTICS_S:g} s.")
-        return waiting.result()
+        if waiting.error is not None:
+            raise waiting.error.with_traceback(None)
+        return waiting.value
 
     # --- the owner -------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        do: Callable[[], None] = lambda: self._act(self._job.start(time.monotonic()))  # noqa: E731
         while not self._is_over:
             try:
-                do()
-            except Exception as error:
+                self._step()
+            except BaseException as error:
                 self._fail(error)
-            do = self._step
         self._end()
+
+    def _begin(self) -> None:
+        self._act(self._job.start(time.monotonic()))
 
     def _step(self) -> None:
         wake_at = self._job.wake_at
@@ -293,13 +303,14 @@ class JobLoop:
             self._receive(events.TimePassed())
             wake_at = self._job.wake_at
         if not self._is_over:
-            self._look_at_links(None if wake_at is None else max(0.0, wake_at - time.monotonic()))
+            sleep_s = _LONGEST_SLEEP_S if wake_at is None else wake_at - time.monotonic()
+            self._look_at_links(max(0.0, min(sleep_s, _LONGEST_SLEEP_S)))
 
     def _take_events(self) -> None:
         for _ in range(min(len(self._events), _NUM_AT_ONCE)):
             self._take(self._events.popleft())
 
-    def _look_at_links(self, timeout_s: float | None) -> None:
+    def _look_at_links(self, timeout_s: float) -> None:
         self._may_wait = self._job.may_wait
         self._is_asleep = True  # before the look at the queue: who puts an event there later rings
         ready = self._selector.select(0 if self._events else timeout_s)
@@ -328,36 +339,47 @@ class JobLoop:
         for action in to_do:
             self._carry_out[type(action)](action)
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         """Ends the job because its owner has failed, which is a bug. A second bug ends the owner."""
         self._is_over = self._job.bug is not None
         try:
             self._act(self._job.fail(error))
-        except Exception:
-            log.exception("The coordinator could not end its job after an error, which is a bug in replicax.")
+        except BaseException:
             self._is_over = True
+            with contextlib.suppress(Exception):  # the log may be what fails
+                log.exception("The coordinator could not end its job after an error, a bug in replicax.")
+        finally:
+            self._end_all(error)
+
+    def _end_all(self, error: BaseException) -> None:
+        """Ends what the job does not know of, or takes for ended because the owner has not carried that out."""
+        for number in list(self._values):
+            self._settle(actions.Settle(number, error))
+        for number in list(self._waiting):
+            self._end_wait(actions.EndWait(number, error))
 
     def _end(self) -> None:
         self.is_closed = True
-        for link in list(self._links.values()):
-            link.close()
-        self._threads.close()
-        self._requests.close()
-        self._selector.close()
-        self._session.note_variables = _nothing
-        self._has_ended = True
-        self._take_rest()
-        error = self._job.bug or CancelledError("The coordinator was closed before it ended.")
-        for value in list(self._values.values()):  # none, unless the owner has failed
-            value.settle((), error)
-        for waiting in list(self._waiting.values()):
-            waiting.end(error)
+        try:
+            for link in list(self._links.values()):
+                link.close()
+            self._threads.close()
+            self._requests.close()
+            self._selector.close()
+            if self._session.note_variables == self.note_variables:
+                self._session.note_variables = _nothing
+        finally:
+            self._has_ended = True
+            self._take_rest()
 
     def _take_rest(self) -> None:
         """Takes the events that came too late for the owner."""
-        with self._after_end, contextlib.suppress(IndexError):
-            while True:
-                self._take(self._events.popleft())
+        with self._after_end:
+            while self._events:
+                try:
+                    self._take(self._events.popleft())
+                except Exception as error:
+                    self._fail(error)
 
     # --- actions ---------------------------------------------------------------------------------------
 
@@ -442,19 +464,23 @@ class JobLoop:
         work.sendable = sendable  # the job learns of it next
 
     def _settle(self, action: actions.Settle) -> None:
-        value, work = self._values.pop(action.number, None), self._works.pop(action.number, None)
-        if value is None:
-            return
-        if action.error is not None or work is None:
-            value.settle((), action.error)
-        else:
-            answer = self._came[id(action.answer)]
-            value.settle(answer.arrays, assemble=work.assemble_for(answer))
+        number = action.number
+        value, work = self._values.get(number), self._works.get(number)
+        if value is not None:
+            if action.error is not None or work is None:
+                value.settle((), action.error)
+            else:
+                answer = self._came[id(action.answer)]
+                value.settle(answer.arrays, assemble=work.assemble_for(answer))
+            del self._values[number]  # an error above ends it otherwise
+        self._works.pop(number, None)
 
     def _end_wait(self, action: actions.EndWait) -> None:
         waiting = self._waiting.pop(action.wait, None)
         if waiting is not None:
             waiting.end(action.error, action.value)
+        elif action.error is not None:  # Ctrl-C, before the caller could say that it is gone
+            self.put(events.WaitGivenUp(action.wait))
 
     # --- links -----------------------------------------------------------------------------------------
 
@@ -533,17 +559,12 @@ class _Waiting:
 
     def __init__(self) -> None:
         self.is_over = threading.Event()
-        self._error: BaseException | None = None
-        self._value: Any = None
+        self.error: BaseException | None = None
+        self.value: Any = None
 
     def end(self, error: BaseException | None, value: Any = None) -> None:
-        self._error, self._value = error, value
+        self.error, self.value = error, value
         self.is_over.set()
-
-    def result(self) -> Any:
-        if self._error is not None:
-            raise self._error.with_traceback(None)
-        return self._value
 
 
 @final

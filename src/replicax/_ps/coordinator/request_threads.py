@@ -35,8 +35,8 @@ class RequestThreads:
                 self._idle.pop().put(function)
                 return
             thread = threading.Thread(target=self._live, args=(function,), name=self._name, daemon=True)
+            thread.start()  # it raises if the system has no more threads
             self._threads.add(thread)
-            thread.start()
 
     def close(self) -> None:
         """Ends the idle threads. Later calls do nothing."""

@@ -59,19 +59,23 @@ class _Recipe:
         self._loop, self._pickle, self._function = loop, pickle, function
         self._kind: Literal["dataset", "value"] = kind
         self._known: ElementSpec | None = None
-        self.unused: list[str] = []
-        self.unused.append(self._make())
-        self._last = self.unused[0]
+        self._last: str | None = None  # None once its iterator was dropped
+        self.unused: list[str] = [self._make()]
 
     def take(self) -> str:
         """Returns the name of a resource that has no iterator yet."""
-        self._last = self.unused.pop() if self.unused else self._make()
-        return self._last
+        try:
+            return self.unused.pop()
+        except IndexError:
+            return self._make()
 
     def spec(self) -> ElementSpec:
         """Returns the element spec. Waits for the first worker that has made a resource."""
         if self._known is None:
-            said = self._waited(self._last)
+            name = self._last
+            if name is None:
+                self.unused.append(name := self._make())
+            said = self._waited(name)
             leaves = tuple(
                 jax.ShapeDtypeStruct(shape, jax.numpy.dtype(dtype)) for shape, dtype in said["leaves"]
             )
@@ -92,6 +96,8 @@ class _Recipe:
 
     def drop(self, name: str) -> None:
         """Lets workers release a resource. Garbage collection calls it, so it takes no lock."""
+        if name == self._last:
+            self._last = None
         self._loop.drop(name)
 
     def drop_unused(self) -> None:
@@ -102,6 +108,7 @@ class _Recipe:
     def _make(self) -> str:
         name = f"{self._kind} {next(_resource_numbers)}"
         self._loop.add(Resource(name, self._kind, self._pickle, self._function))
+        self._last = name
         return name
 
 

@@ -111,6 +111,7 @@ class WorkerLink:
         if self._is_closed:
             return
         self._is_closed = True
+        self._outbox = []
         if self._link is not None:
             self._owner.watch_no_more(self)
             self._link.close()
@@ -167,9 +168,8 @@ class WorkerLink:
                 self._outbox.append(group)
                 self._send_more()
             else:
-                self._sent(*_send(self._link, [group], _SEND_S))
-        if len(group) < len(messages):
-            self._owner.call_soon(self._answer_oneself)
+                self._sent(_send(self._link, [group], _SEND_S))
+        self._answer_soon()
 
     def _send_more(self) -> None:
         """Has a thread send what waits."""
@@ -178,23 +178,25 @@ class WorkerLink:
             self._is_sending, self._outbox = True, []
 
             def send() -> None:
-                outcome = _send(link, groups, math.inf)
-                self._owner.call_soon(lambda: self._sent(*outcome))
+                error = _send(link, groups, math.inf)
+                self._owner.call_soon(lambda: self._sent(error))
 
             self._threads.call(send)
 
-    def _sent(self, refused: Sequence[tuple[_Awaited, Exception]], error: Exception | None) -> None:
+    def _sent(self, error: Exception | None) -> None:
         self._is_sending = False
-        for awaited, refusal in refused:
-            awaited.own_answer = refusal
         if error is not None:
             self._broke(error)
-        elif refused:
+        else:
+            self._answer_soon()
+            self._send_more()
+
+    def _answer_soon(self) -> None:
+        """Has the oldest requests answered, if the worker does not get them."""
+        if self._awaited and self._awaited[0].own_answer is not None:
             self._owner.call_soon(self._answer_oneself)
-        self._send_more()
 
     def _answer_oneself(self) -> None:
-        """Answers the oldest requests, if the worker does not get them."""
         answers = self._own_answers()
         if answers and not self._is_closed:
             self._owner.answered(self, answers)
@@ -276,9 +278,11 @@ def _size_of(message: Message | Mapping[str, Any] | Exception) -> int:
 
 def _send(
     link: Link, groups: Sequence[Sequence[tuple[_Awaited, Message]]], timeout_s: float
-) -> tuple[list[tuple[_Awaited, Exception]], Exception | None]:
-    """Sends groups of messages. Returns those that cannot travel, with their errors, and the error of the link."""
-    refused: list[tuple[_Awaited, Exception]] = []
+) -> Exception | None:
+    """Sends groups of messages. Returns the error of the link, if any.
+
+    The error of a message that cannot travel is noted before later ones are sent: their answers may come at once.
+    """
     try:
         for group in groups:
             try:
@@ -288,7 +292,7 @@ def _send(
                     try:
                         link.send_all([message], timeout_s)
                     except MessageError as error:
-                        refused.append((awaited, error))
+                        awaited.own_answer = error
     except Exception as error:
-        return refused, error
-    return refused, None
+        return error
+    return None

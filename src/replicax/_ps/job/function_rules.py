@@ -144,7 +144,7 @@ class FunctionRules:
             # Its owner may have dropped it, if it has ended meanwhile.
             if self._queue.has_taken(worker.name, closure) and self._may_ask(worker, closure):
                 key = "trace", closure.number, worker.name
-                trace = self._trace(worker, worker.connection, closure, answer["need"], answer["end"])
+                trace = self._trace(worker, worker.connection, closure, answer["need"], answer.get("end"))
                 self._state.procedures.start(key, trace, self._state.now)
         elif self._queue.finished(worker.name, closure):
             self._state.act(Settle(closure.number, None, worker.name, answer))

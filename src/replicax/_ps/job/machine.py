@@ -47,7 +47,7 @@ class Job:
         self._rounds, self._has_rounds = RoundRules(state, self._servers), state.queue.rounds is not None
         self._waits = Waits(state, self._resources)
         self._record = EventRecord()
-        self.bug: Exception | None = None
+        self.bug: BaseException | None = None
         procedures = state.procedures
         self._rules: dict[type, Callable[[Any], object]] = {
             events.Scheduled: self._functions.scheduled,
@@ -102,7 +102,7 @@ class Job:
             self._end_with(error)
         return self._state.taken_actions()
 
-    def fail(self, error: Exception) -> list[Action]:
+    def fail(self, error: BaseException) -> list[Action]:
         """Ends the job because its owner has failed, as if a rule had raised. Returns the actions."""
         if self.bug is None:
             self._end_with(error)
@@ -196,7 +196,7 @@ class Job:
 
     # --- a bug -------------------------------------------------------------------------------------------
 
-    def _end_with(self, error: Exception) -> None:
+    def _end_with(self, error: BaseException) -> None:
         """Ends the job because a rule has raised. It relies on as few rules as possible."""
         self.bug = error
         state, report = self._state, self._record.text()

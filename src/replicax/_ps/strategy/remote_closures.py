@@ -87,11 +87,10 @@ class PreparedClosure:
         """Makes the program for elements of other shapes, or for fewer. Returns its digest."""
         return self.traced.make(signature, self.leaves)
 
-    def assemble(self, arrays: Sequence[Any], signature: str | None = None) -> Any:
-        """Returns the function's result, from the worker's results for elements of a signature; None for the first
-        one.
-        """
-        return self.traced.closure(signature).assemble(arrays)
+    @property
+    def assemble(self) -> Callable[..., Any]:
+        """``WorkerFunction.assemble``. It does not keep the arguments, so that a future does not."""
+        return self.traced.assemble
 
 
 @final

@@ -127,6 +127,12 @@ class WorkerFunction:
         """Returns the closure for elements of a signature; None for the first one."""
         return self.first if signature is None else self._closures[signature]
 
+    def assemble(self, arrays: Sequence[Any], signature: str | None = None) -> Any:
+        """Returns the function's result, from the worker's results for elements of a signature; None for the first
+        one.
+        """
+        return self.closure(signature).assemble(arrays)
+
     def make(self, signature: str, leaves: Sequence[Any] = ()) -> str:
         """Traces the function for elements of other shapes, or for fewer. Returns the digest of the worker's program.
 

@@ -181,6 +181,7 @@ class Link:
         self._decoding = threading.Lock()  # held from a frame's first byte until its message is made
         self._why_closed = ""
         self._num_answers = 0
+        self._error_of_next: MessageError | None = None  # the next answer is no message
 
     @property
     def is_closed(self) -> bool:
@@ -255,7 +256,7 @@ class Link:
 
     def has_bytes(self) -> bool:
         """True if a part of an answer is here: ``receive_all`` must have it, as the link may not become readable."""
-        return self._connection.has_bytes()
+        return self._error_of_next is not None or self._connection.has_bytes()
 
     def fileno(self) -> int:
         """Returns the descriptor, to wait until it is readable; -1 once it is closed."""
@@ -340,25 +341,28 @@ class Link:
 
     def _receive_all(self, deadline: float) -> list[Message | ReplicaxError]:
         with self._decoding:
-            answers = [self._received(deadline)]
-            while self._connection.has_frame():
-                answers.append(self._received(deadline))
-            return answers
+            return self._received_together(deadline)
 
     def _receive_arrived(self, deadline: float) -> list[Message | ReplicaxError] | None:
-        answers: list[Message | ReplicaxError] = []
         with self._decoding:
-            while self._connection.has_arrived():
+            return self._received_together(deadline) if self._connection.has_arrived() else None
+
+    def _received_together(self, deadline: float) -> list[Message | ReplicaxError]:
+        answers = [self._received(deadline)]
+        while self._error_of_next is None and self._connection.has_frame():
+            try:
                 answers.append(self._received(deadline))
-                if not self._connection.has_frame():
-                    break
-        return answers or None
+            except MessageError as error:  # those before it are answers
+                self._error_of_next = error
+        return answers
 
     def _receive(self, deadline: float) -> Message | ReplicaxError:
         with self._decoding:
             return self._received(deadline)
 
     def _received(self, deadline: float) -> Message | ReplicaxError:
+        if self._error_of_next is not None:
+            raise self._error_of_next
         head = self._connection.receive(deadline, self._decoder.room)
         answer = self._decoder.filled() if head is None else self._decoder.decode(head)
         self._num_answers += 1

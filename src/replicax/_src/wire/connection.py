@@ -169,11 +169,13 @@ class Connection:
             return True
         with self._receiving:
             buffered = self._end - self._start
-            if self._start + _FIRST_BYTES > _BUFFER_BYTES or not buffered:
+            if self._end + _FIRST_BYTES > _BUFFER_BYTES or not buffered:
                 self._buffer[:buffered] = bytes(self._buffer[self._start : self._end])
                 self._start, self._end = 0, buffered
+            if buffered == _BUFFER_BYTES:
+                return False  # the message is larger
             size = self._stream.read_arrived(self._buffer[self._end : self._end + _FIRST_BYTES])
-            if size == 0:
+            if size == 0 and not buffered and self._header is None:
                 raise PeerEndedError
             self._end += size or 0
         return self.has_frame()
