@@ -5,7 +5,7 @@ import queue
 import threading
 
 from replicax._ps.client.session import Session
-from replicax._ps.coordinator.job_loop import Bell
+from replicax._ps.coordinator.readable import Bell
 from replicax._ps.store.store import Store
 from replicax._ps.strategy.coordinator_form import CoordinatorForm
 from replicax._ps.strategy.parameter_server import ParameterServerStrategy

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from replicax._ps.coordinator.job_loop import Bell
+from replicax._ps.coordinator.readable import Bell
 from replicax._ps.errors import described, error_from_answer
 from replicax._ps.programs.iterator_inputs import PerWorkerInput
 from replicax._ps.programs.programs import WorkerProgram, signature_of

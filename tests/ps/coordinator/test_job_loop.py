@@ -16,10 +16,10 @@ import pytest
 
 from memory_cluster import MemoryCluster, Prepared, eventually
 from replicax._ps.coordinator import cluster_coordinator, job_loop
-from replicax._ps.coordinator.limits import Limits
 from replicax._ps.coordinator.scheduled_work import Work
 from replicax._ps.job import actions_out as actions
 from replicax._ps.job import events_in as events
+from replicax._ps.job.limits import Limits
 from replicax._src.vocabulary.errors import (
     CancelledError,
     ClosureInputError,
@@ -404,7 +404,7 @@ def test_owner_takes_functions_soon_although_its_bell_was_not_rung(quiet_coordin
     loop = quiet_coordinator._loop
     for _ in range(3):
         eventually(lambda: loop._is_asleep)
-        monkeypatch.setattr(loop._bell, "ring", lambda: None)
+        monkeypatch.setattr(loop._readable, "ring", lambda: None)
         assert quiet_coordinator.schedule(add, (5,)).fetch(SOON_S) == 5
         monkeypatch.undo()
 

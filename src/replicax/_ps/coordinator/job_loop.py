@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import selectors
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import count
@@ -20,6 +17,7 @@ from typing import Any, Final, TypeVar, final
 
 from replicax._ps.client.session import Session
 from replicax._ps.coordinator.coordinator_options import CoordinatorOptions
+from replicax._ps.coordinator.readable import Readable
 from replicax._ps.coordinator.remote_value import RemoteValue
 from replicax._ps.coordinator.request_threads import RequestThreads
 from replicax._ps.coordinator.scheduled_work import SendableFunction, Work
@@ -89,11 +87,9 @@ class JobLoop:
         self._came: dict[int, Message] = {}
         self._threads = RequestThreads("replicax-requests")
         self._requests = TaskRequests(session, self._threads, self.put)
-        self._bell = Bell()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._bell, selectors.EVENT_READ)
+        self._readable = Readable()
         self.is_closed = self._is_over = self._has_ended = False
-        self._is_asleep = self._may_wait = False  # the owner waits; and may do so although a function was put
+        self._is_asleep = False
         self._after_end = threading.RLock()  # the owner has ended: callers own the job in turn
         self._thread = threading.Thread(target=self._run, name="replicax-coordinator", daemon=True)
         self._carry_out: dict[type, Callable[[Any], None]] = {
@@ -134,7 +130,7 @@ class JobLoop:
             self._events.append(events.Scheduled(number, name, kind, needs, round_key, error))
         if self._has_ended:
             self._take_rest()
-        elif not self._may_wait:
+        elif self._is_asleep and not self._job.may_wait:
             self._wake()
         if not number % _NUM_BETWEEN and len(self._events) > _NUM_BETWEEN:
             time.sleep(0)  # otherwise the owner waits 5 ms for the interpreter lock
@@ -238,7 +234,7 @@ class JobLoop:
     def _wake(self) -> None:
         if self._is_asleep:
             self._is_asleep = False
-            self._bell.ring()
+            self._readable.ring()
 
     def _wait(
         self, kind: events.WaitKind, what: str, timeout_s: float | None = None, resource: str = ""
@@ -306,34 +302,33 @@ class JobLoop:
             sleep_s = _LONGEST_SLEEP_S if wake_at is None else wake_at - time.monotonic()
             self._look_at_links(max(0.0, min(sleep_s, _LONGEST_SLEEP_S)))
 
-    def _take_events(self) -> None:
-        for _ in range(min(len(self._events), _NUM_AT_ONCE)):
-            self._take(self._events.popleft())
-
     def _look_at_links(self, timeout_s: float) -> None:
-        self._may_wait = self._job.may_wait
+        waiting = self._events
         self._is_asleep = True  # before the look at the queue: who puts an event there later rings
-        ready = self._selector.select(0 if self._events else timeout_s)
-        self._is_asleep = self._may_wait = False
-        self._take_events()  # before the answers: a worker then takes several functions together
-        for key, _ in ready:
-            if key.data is None:
-                self._bell.silence()
-            elif self._watched.get(key.fd) is key.data:  # an earlier one of them may have closed it
-                key.data.arrived()
+        ready = self._readable.wait(0.0 if waiting else timeout_s)
+        self._is_asleep = False
+        links = [(descriptor, self._watched.get(descriptor)) for descriptor in ready]
+        # Events come before answers: a worker then takes several functions together.
+        for _ in range(min(len(waiting), _NUM_AT_ONCE)):
+            self._take(waiting.popleft())
+        for descriptor, link in links:
+            if link is not None and self._watched.get(descriptor) is link:  # it may have ended since
+                link.arrived()
 
     def _take(self, item: events.Event | Callable[[], None]) -> None:
+        kind = type(item)
         if callable(item):
             item()
             return
         self._receive(item)
-        if type(item) is events.Closed:
+        if kind is events.Closed:
             self._is_over = True
-        elif type(item) is events.ResourceDropped:
+        elif isinstance(item, events.ResourceDropped):
             self._resources.pop(item.name, None)
 
     def _receive(self, event: events.Event) -> None:
-        self._act(self._job.receive(event, time.monotonic()))
+        for action in self._job.receive(event, time.monotonic()):
+            self._carry_out[type(action)](action)
 
     def _act(self, to_do: Sequence[actions.Action]) -> None:
         for action in to_do:
@@ -365,7 +360,7 @@ class JobLoop:
                 link.close()
             self._threads.close()
             self._requests.close()
-            self._selector.close()
+            self._readable.close()
             if self._session.note_variables == self.note_variables:
                 self._session.note_variables = _nothing
         finally:
@@ -490,7 +485,7 @@ class JobLoop:
             self.put(link.arrived)
             return
         self._forget(descriptor)  # of a link that has just ended
-        self._selector.register(descriptor, selectors.EVENT_READ, link)
+        self._readable.add(descriptor)
         self._watched[descriptor] = link
 
     def watch_no_more(self, link: WorkerLink) -> None:
@@ -500,7 +495,7 @@ class JobLoop:
 
     def _forget(self, descriptor: int) -> None:
         if self._watched.pop(descriptor, None) is not None:
-            self._selector.unregister(descriptor)
+            self._readable.remove(descriptor)
 
     def answered(self, link: WorkerLink, answers: Sequence[Answer]) -> None:
         headers: list[Mapping[str, Any] | Exception] = []
@@ -565,28 +560,6 @@ class _Waiting:
     def end(self, error: BaseException | None, value: Any = None) -> None:
         self.error, self.value = error, value
         self.is_over.set()
-
-
-@final
-class Bell:
-    """Wakes a thread that waits for descriptors. It is readable once it has been rung, until it is silenced."""
-
-    def __init__(self) -> None:
-        self._hears, self._rings = os.pipe()
-        for descriptor in (self._hears, self._rings):
-            os.set_blocking(descriptor, False)
-            weakref.finalize(self, os.close, descriptor).atexit = False
-
-    def fileno(self) -> int:
-        return self._hears
-
-    def ring(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # it rings already
-            os.write(self._rings, b"\0")
-
-    def silence(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._hears, 4096)
 
 
 def _write(action: actions.Log) -> None:

@@ -168,7 +168,9 @@ class WorkerLink:
                 self._outbox.append(group)
                 self._send_more()
             else:
-                self._sent(_send(self._link, [group], _SEND_S))
+                error = _send(self._link, [group], _SEND_S)
+                if error is not None:
+                    self._broke(error)
         self._answer_soon()
 
     def _send_more(self) -> None:
@@ -272,8 +274,10 @@ def _size_of(message: Message | Mapping[str, Any] | Exception) -> int:
     """Returns about how many bytes a message has."""
     if not isinstance(message, Message):
         return 0
-    programs = message.header.get("program", ())
-    return _HEADER_BYTES + 128 * len(programs) + sum(array.nbytes for array in message.arrays)
+    size = _HEADER_BYTES + 128 * len(message.header.get("program", ()))
+    for array in message.arrays:
+        size += array.nbytes
+    return size
 
 
 def _send(

@@ -1,0 +1,68 @@
+"""``Readable``: waits until one of many descriptors is readable, or a bell rings."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import weakref
+from typing import Final, final
+
+_HAS_EPOLL: Final = hasattr(select, "epoll")  # on Linux; a wait for thousands of descriptors costs as for one
+
+
+@final
+class Bell:
+    """A descriptor that is readable once any thread has rung, until it is silenced."""
+
+    def __init__(self) -> None:
+        self._hears, self._rings = os.pipe()
+        for descriptor in (self._hears, self._rings):
+            os.set_blocking(descriptor, False)
+            weakref.finalize(self, os.close, descriptor).atexit = False
+
+    def fileno(self) -> int:
+        return self._hears
+
+    def ring(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # it rings already
+            os.write(self._rings, b"\0")
+
+    def silence(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._hears, 4096)
+
+
+@final
+class Readable:
+    """The descriptors for which one thread waits. Only ``ring`` may be called from other threads."""
+
+    def __init__(self) -> None:
+        self._poll = select.epoll() if _HAS_EPOLL else select.poll()
+        self._bell = Bell()
+        self._of_bell = self._bell.fileno()
+        self._poll.register(self._of_bell, select.POLLIN)
+        self.ring = self._bell.ring
+
+    def add(self, descriptor: int) -> None:
+        self._poll.register(descriptor, select.POLLIN)
+
+    def remove(self, descriptor: int) -> None:
+        """Waits for a descriptor no more; it may be closed already."""
+        with contextlib.suppress(OSError, KeyError):
+            self._poll.unregister(descriptor)
+
+    def wait(self, timeout_s: float) -> list[int]:
+        """Waits until a descriptor is readable or the bell rings. Returns the readable ones."""
+        ready = [
+            descriptor for descriptor, _ in self._poll.poll(timeout_s if _HAS_EPOLL else 1000 * timeout_s)
+        ]
+        if self._of_bell in ready:
+            ready.remove(self._of_bell)
+            self._bell.silence()
+        return ready
+
+    def close(self) -> None:
+        if _HAS_EPOLL:
+            assert isinstance(self._poll, select.epoll)
+            self._poll.close()
