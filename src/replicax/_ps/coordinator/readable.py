@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import sys
 import weakref
 from typing import Final, final
 
-_HAS_EPOLL: Final = hasattr(select, "epoll")  # on Linux; a wait for thousands of descriptors costs as for one
+_HAS_EPOLL: Final = sys.platform == "linux"  # a wait for thousands of descriptors costs as much as for one
 
 
 @final
@@ -63,6 +64,5 @@ class Readable:
         return ready
 
     def close(self) -> None:
-        if _HAS_EPOLL:
-            assert isinstance(self._poll, select.epoll)
+        if sys.platform == "linux" and isinstance(self._poll, select.epoll):
             self._poll.close()
