@@ -286,7 +286,7 @@ STRANGE = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["program", "closure", "resource"])
+@pytest.mark.parametrize("kind", ["program", "closure"])
 def test_answers_with_strange_fields_do_not_end_the_job(cluster, coordinator, kind):
     for header in STRANGE:
         connected(coordinator)

@@ -1,4 +1,4 @@
-"""``RequestThreads``: threads for what waits for tasks. Each does one thing at a time: nothing waits behind another."""
+"""``RequestThreads``: threads for what waits for a task. Each does one thing at a time."""
 
 from __future__ import annotations
 
