@@ -44,7 +44,7 @@ _STATISTICS_S: Final = 60.0
 _LONGEST_SLEEP_S: Final = 1.0  # of the owner: Ctrl-C may interrupt a caller just before it rings
 _NUM_AT_ONCE: Final = 64  # events, before the owner looks at its links
 _NUM_AHEAD: Final = 1024  # events that the owner has not taken, before a caller waits for it
-_NUM_BETWEEN: Final = 4
+_NUM_BETWEEN: Final = 8
 
 
 @final

@@ -17,9 +17,11 @@ from replicax._ps.transport.messages import Message
 
 
 @final
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+@dataclasses.dataclass(eq=False, slots=True)
 class SendableFunction:
     """A prepared closure with the programs that it had at one moment, so that the job knows all that is sent.
+
+    Nobody changes it.
 
     Attributes:
       prepared: The closure.

@@ -73,6 +73,8 @@ class FunctionRules:
 
     def feed(self, *, only_idle: bool) -> None:
         """Gives queued functions to the workers that want some. See ``HungryWorkers.next``."""
+        if only_idle and not self._hungry.has_idle:
+            return
         while (worker := self._hungry.next(only_idle=only_idle)) is not None:
             self._serve(worker)
 

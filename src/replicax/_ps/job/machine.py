@@ -177,7 +177,7 @@ class Job:
             if state.has_new_primaries:
                 state.has_new_primaries = False
                 self._workers.tell_primaries()
-            if not procedures.wake(state.now):
+            if not (procedures.has_conditions and procedures.wake(state.now)):
                 break
         if self._waits.has_some:
             self._waits.look()

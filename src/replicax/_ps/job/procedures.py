@@ -115,6 +115,11 @@ class Procedures:
             heapq.heappop(self._pauses)
         return self._pauses[0][0] if self._pauses else None
 
+    @property
+    def has_conditions(self) -> bool:
+        """True if a procedure waits for a condition, which what the job does next may bring about."""
+        return bool(self._conditions)
+
     def start(self, key: Hashable, procedure: Procedure[Any], now: float) -> None:
         """Starts a procedure, in place of another procedure with this key."""
         self.stop(key)
