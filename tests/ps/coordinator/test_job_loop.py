@@ -201,7 +201,11 @@ def test_any_error_of_the_owner_ends_the_job(cluster, coordinator, error):
 def test_owner_that_fails_twice_ends_and_leaves_no_wait(cluster, coordinator):
     loop = coordinator._loop
     loop._carry_out[actions.Settle] = loop._carry_out[actions.EndWait] = lambda action: 1 / 0
-    values = [coordinator.schedule(add) for _ in range(10)]
+    values = []
+    with contextlib.suppress(ZeroDivisionError, ContextError):  # the owner may fail before all are scheduled
+        while len(values) < 10:
+            values.append(coordinator.schedule(add))
+    assert values
     for value in values:
         with pytest.raises(ZeroDivisionError):
             value.fetch(SOON_S)
