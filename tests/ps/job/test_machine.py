@@ -2,7 +2,8 @@
 
 from driven_job import DrivenJob, connected
 from replicax._ps.job.actions_out import SendToWorker
-from replicax._ps.job.events_in import Closed, VariablesMade
+from replicax._ps.job.events_in import Closed, FunctionNeeds, Scheduled, VariablesMade
+from replicax._src.vocabulary.errors import CancelledError
 
 
 def test_a_function_is_sent_answered_settled_and_joined():
@@ -47,3 +48,26 @@ def test_the_next_job_of_a_session_knows_how_many_variables_were_made():
     assert driven.servers.hooks.num_made == 3
     driven.do(VariablesMade(4))
     assert driven.servers.hooks.num_made == 4
+
+
+def test_functions_that_are_scheduled_together_run_as_one_after_another():
+    driven = connected(2)
+    together = [Scheduled(number, "f", "f", FunctionNeeds()) for number in range(5)]
+    driven._take(driven.job.receive_scheduled(together, driven.now))
+    while len(driven.settled) < 5:
+        for worker in ("worker 0", "worker 1"):
+            if driven.sent(worker):
+                driven.works({}, worker=worker)
+    assert all(settle.error is None for settle in driven.settled.values())
+    assert driven.job.statistics()["closures"]["finished"] == 5
+
+
+def test_functions_that_are_scheduled_together_after_a_failure_are_cancelled():
+    driven = connected()
+    driven.schedule()
+    driven.works(ValueError("no luck"))
+    together = [Scheduled(number, "f", "f", FunctionNeeds()) for number in (1, 2)]
+    driven._take(driven.job.receive_scheduled(together, driven.now))
+    assert [type(driven.settled[number].error) for number in (1, 2)] == [CancelledError] * 2
+    driven.do(Closed())
+    assert driven.job.receive_scheduled([Scheduled(3, "f", "f", FunctionNeeds())], driven.now)

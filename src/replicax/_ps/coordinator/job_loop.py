@@ -309,8 +309,18 @@ class JobLoop:
         self._is_asleep = False
         links = [(descriptor, self._watched.get(descriptor)) for descriptor in ready]
         # Events come before answers: a worker then takes several functions together.
+        scheduled: list[events.Scheduled] = []
         for _ in range(min(len(waiting), _NUM_AT_ONCE)):
-            self._take(waiting.popleft())
+            item = waiting.popleft()
+            if isinstance(item, events.Scheduled):
+                scheduled.append(item)
+                continue
+            if scheduled:
+                self._act(self._job.receive_scheduled(scheduled, time.monotonic()))
+                scheduled = []
+            self._take(item)
+        if scheduled:
+            self._act(self._job.receive_scheduled(scheduled, time.monotonic()))
         for descriptor, link in links:
             if link is not None and self._watched.get(descriptor) is link:  # it may have ended since
                 link.arrived()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from logging import ERROR
 from typing import Any, Final, final
 
@@ -102,6 +102,25 @@ class Job:
             self._end_with(error)
         return self._state.taken_actions()
 
+    def receive_scheduled(self, several: Sequence[events.Scheduled], now: float) -> list[Action]:
+        """Takes functions that were scheduled one after another, as ``receive`` does.
+
+        It looks once, at the end, for what else is possible, such as the end of a wait.
+        """
+        if self.bug is not None or len(several) == 1:
+            return [action for event in several for action in self.receive(event, now)]
+        self._state.now = now
+        self._state.unsettled.update([event.number for event in several])
+        try:
+            for event in several:
+                self._record.add(event, now)
+                self._functions.scheduled(event)
+                self._functions.feed(only_idle=True)
+            self._follow(only_idle=True)
+        except Exception as error:
+            self._end_with(error)
+        return self._state.taken_actions()
+
     def fail(self, error: BaseException) -> list[Action]:
         """Ends the job because its owner has failed, as if a rule had raised. Returns the actions."""
         if self.bug is None:
@@ -132,7 +151,7 @@ class Job:
     def room(self) -> int:
         """The number of functions that may be scheduled now, without a wait for room. Any thread may ask."""
         queue = self._state.queue
-        return 0 if self.bug is not None or queue.has_error or queue.is_closed else queue.room
+        return 0 if self.bug is not None or queue.is_closed or queue.has_error else queue.room
 
     @property
     def may_wait(self) -> bool:
