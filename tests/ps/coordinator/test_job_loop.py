@@ -777,3 +777,19 @@ def test_resource_is_dropped_wherever_garbage_is_collected(cluster, coordinator)
         loop.drop("dataset of nobody")
     with pytest.raises(ClosureInputError):
         loop.spec("dataset of nobody", SOON_S)
+
+
+def test_a_coordinator_of_two_workers_and_two_servers_has_few_threads(fast):
+    cluster, before = MemoryCluster(num_workers=2, num_ps=2), set(threading.enumerate())
+    with ClusterCoordinator(cluster) as coordinator:
+        connected(coordinator)
+        counts = []
+        for _ in range(20):
+            coordinator.schedule(add).fetch(SOON_S)
+            ours = [
+                t.name for t in threading.enumerate() if t not in before and t.name.startswith("replicax")
+            ]
+            counts.append(len(ours))
+            time.sleep(0.02)  # heartbeats
+    assert max(counts) <= 5, ours  # with that of the session's heartbeats 6
+    cluster.end()
