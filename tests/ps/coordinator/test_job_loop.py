@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from memory_cluster import MemoryCluster, Prepared, eventually
-from replicax._ps.coordinator import cluster_coordinator, job_loop
+from replicax._ps.coordinator import cluster_coordinator, job_loop, scheduled_work
 from replicax._ps.coordinator.scheduled_work import Work
 from replicax._ps.job import actions_out as actions
 from replicax._ps.job import events_in as events
@@ -77,7 +77,7 @@ def twos(worker):
 
 def nothing_left(loop):
     """True if the loop keeps nothing of functions that have ended."""
-    return not (loop._values or loop._works or loop._waiting or loop._came or loop._events)
+    return not (loop._values or loop._works or loop._waiting or loop._by_header or loop._events)
 
 
 def in_threads(function, num_threads):
@@ -725,7 +725,7 @@ def test_functions_whose_variables_have_moved_are_prepared_again(cluster, coordi
     connected(coordinator)
     monkeypatch.setattr(Prepared, "is_valid", lambda self: is_valid.get(self, True))
     monkeypatch.setattr(
-        job_loop.SendableFunction, "is_stale", lambda self, session: not self.prepared.is_valid()
+        scheduled_work.SendableFunction, "is_stale", lambda self, session: not self.prepared.is_valid()
     )
     monkeypatch.setattr(Work, "made", made_again)
     busy = [coordinator.schedule(lambda call: np.int32(go.wait(60))) for _ in cluster.workers]
@@ -742,11 +742,11 @@ def made_again(work, signature, session):
     if not prepared.is_valid():
         prepared = work._prepare()
     prepared.make(signature)
-    return job_loop.SendableFunction.of(prepared, session)
+    return scheduled_work.SendableFunction.of(prepared, session)
 
 
 def test_function_that_stays_stale_fails(cluster, coordinator, monkeypatch):
-    monkeypatch.setattr(job_loop.SendableFunction, "is_stale", lambda self, session: True)
+    monkeypatch.setattr(scheduled_work.SendableFunction, "is_stale", lambda self, session: True)
     with pytest.raises(RemoteError, match="asked 17 times"):
         coordinator.schedule(add).fetch(SOON_S)
 
@@ -779,17 +779,54 @@ def test_resource_is_dropped_wherever_garbage_is_collected(cluster, coordinator)
         loop.spec("dataset of nobody", SOON_S)
 
 
-def test_a_coordinator_of_two_workers_and_two_servers_has_few_threads(fast):
+def test_a_coordinator_of_two_workers_and_two_servers_has_few_threads():
     cluster, before = MemoryCluster(num_workers=2, num_ps=2), set(threading.enumerate())
+
+    def num_threads():
+        return sum(t.name.startswith("replicax") for t in threading.enumerate() if t not in before)
+
     with ClusterCoordinator(cluster) as coordinator:
         connected(coordinator)
-        counts = []
-        for _ in range(20):
-            coordinator.schedule(add).fetch(SOON_S)
-            ours = [
-                t.name for t in threading.enumerate() if t not in before and t.name.startswith("replicax")
-            ]
-            counts.append(len(ours))
-            time.sleep(0.02)  # heartbeats
-    assert max(counts) <= 5, ours  # with that of the session's heartbeats 6
+        coordinator.schedule(add).fetch(SOON_S)
+        # Those that have connected it are idle, and end. With that of the session's heartbeats there are 6.
+        eventually(lambda: 2 <= num_threads() <= 5, 30.0)
+    cluster.end()
+
+
+def test_functions_wait_while_the_system_has_no_more_threads(fast, monkeypatch):
+    cluster, start = MemoryCluster(), threading.Thread.start
+
+    def refused(thread):
+        if thread.name == "replicax-requests":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with ClusterCoordinator(cluster) as coordinator:
+        connected(coordinator)
+        monkeypatch.setattr(threading.Thread, "start", refused)
+        values = [coordinator.schedule(add) for _ in range(20)]
+        time.sleep(0.3)
+        monkeypatch.setattr(threading.Thread, "start", start)
+        coordinator.join(SOON_S)
+        assert len([value.fetch(SOON_S) for value in values]) == 20
+    cluster.end()
+
+
+def test_a_log_handler_may_ask_for_the_statistics(fast, caplog):
+    cluster, told = MemoryCluster(), []
+
+    class Handler(logging.Handler):
+        def emit(self, record):
+            told.append(coordinator.statistics())
+
+    with ClusterCoordinator(cluster) as coordinator:
+        connected(coordinator)
+        handler = Handler()
+        logging.getLogger("replicax").addHandler(handler)
+        try:
+            cluster.workers[0].restart()
+            eventually(lambda: told, SOON_S)
+        finally:
+            logging.getLogger("replicax").removeHandler(handler)
+    assert told[0]["workers"]["worker 0"]["connections"] == 1
     cluster.end()

@@ -14,17 +14,19 @@ from replicax._ps.transport.messages import Message, encode
 from replicax._src.vocabulary.errors import MessageError, UnavailableError
 
 pytestmark = pytest.mark.timeout(60)
-LARGE = np.zeros(worker_link._SMALL_BYTES + 1, np.uint8)
+LARGE = np.zeros(worker_link._BUFFERED_BYTES + 1, np.uint8)
 
 
 class Threads:
     """Threads that run when the test says so."""
 
     def __init__(self):
-        self.functions = deque()
+        self.functions, self.are_left = deque(), True
 
     def call(self, function):
-        self.functions.append(function)
+        if self.are_left:
+            self.functions.append(function)
+        return self.are_left
 
     def run(self):
         self.functions.popleft()()
@@ -36,7 +38,7 @@ class Owner:
     def __init__(self):
         self.soon, self.answers, self.error, self.watched = deque(), [], None, []
 
-    def call_soon(self, function):
+    def put(self, function):
         self.soon.append(function)
 
     def run(self):
@@ -174,7 +176,7 @@ def test_a_large_message_is_sent_by_a_thread_and_later_ones_after_it(connected):
 
 def test_many_small_messages_without_answers_go_to_a_thread(connected):
     """A worker whose answers are not read reads nothing, so the owner must not wait until it reads."""
-    num_bytes = worker_link._SMALL_BYTES // 2
+    num_bytes = worker_link._BUFFERED_BYTES // 2
     for n in range(3):
         connected.link.send([number(n, np.zeros(num_bytes, np.uint8))])
     assert connected.peer.sent == [[0]]

@@ -249,7 +249,10 @@ class ClusterCoordinator:
             )
 
     def done(self) -> bool:
-        """True if all scheduled functions have ended. Raises the errors of ``join``."""
+        """True if all scheduled functions have ended. Raises the errors of ``join``.
+
+        It does not block, except after a failure, until no function is in flight.
+        """
         check_not_traced("done")
         try:
             is_done = self._loop.done()

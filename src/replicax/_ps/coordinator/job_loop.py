@@ -1,12 +1,13 @@
 """``JobLoop``: the thread that owns the ``Job`` of a coordinator. It hands events to it, and carries its actions out.
 
 Callers, and threads that wait for tasks, put events into its queue. It sends and receives small messages of workers
-itself. It waits for no task, and for no other thread.
+itself. It waits for a task only briefly: up to 2 s while it sends a small message, or closes a connection.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -20,7 +21,7 @@ from replicax._ps.coordinator.coordinator_options import CoordinatorOptions
 from replicax._ps.coordinator.readable import Readable
 from replicax._ps.coordinator.remote_value import RemoteValue
 from replicax._ps.coordinator.request_threads import RequestThreads
-from replicax._ps.coordinator.scheduled_work import SendableFunction, Work
+from replicax._ps.coordinator.scheduled_work import Work
 from replicax._ps.coordinator.task_requests import TaskRequests
 from replicax._ps.coordinator.worker_link import Answer, WorkerLink
 from replicax._ps.coordinator.worker_resource import Resource
@@ -44,12 +45,12 @@ _STATISTICS_S: Final = 60.0
 _LONGEST_SLEEP_S: Final = 1.0  # of the owner: Ctrl-C may interrupt a caller just before it rings
 _NUM_AT_ONCE: Final = 64  # events, before the owner looks at its links
 _NUM_AHEAD: Final = 1024  # events that the owner has not taken, before a caller waits for it
-_NUM_BETWEEN: Final = 8
+_NUM_BEFORE_YIELD: Final = 8
 
 
 @final
 class JobLoop:
-    """Runs a job in a thread of its own, its *owner*. Any thread may call the methods of the first part.
+    """Runs a job in a thread of its own, its *owner*. Any thread may call the methods up to ``put``.
 
     It does not refer to the coordinator, so that the coordinator can be dropped.
 
@@ -84,7 +85,7 @@ class JobLoop:
         self._numbers, self._waits = count(setup.first_number), count(1)
         self._links: dict[str, WorkerLink] = {}
         self._watched: dict[int, WorkerLink] = {}
-        self._came: dict[int, Message] = {}
+        self._by_header: dict[int, Message] = {}
         self._threads = RequestThreads("replicax-requests")
         self._requests = TaskRequests(session, self._threads, self.put)
         self._readable = Readable()
@@ -130,9 +131,9 @@ class JobLoop:
             self._events.append(events.Scheduled(number, name, kind, needs, round_key, error))
         if self._has_ended:
             self._take_rest()
-        elif self._is_asleep and not self._job.may_wait:
+        elif self._is_asleep and (error is not None or not self._job.may_wait):
             self._wake()
-        if not number % _NUM_BETWEEN and len(self._events) > _NUM_BETWEEN:
+        if not number % _NUM_BEFORE_YIELD and len(self._events) > _NUM_BEFORE_YIELD:
             time.sleep(0)  # otherwise the owner waits 5 ms for the interpreter lock
 
     def check(self) -> None:
@@ -177,17 +178,17 @@ class JobLoop:
 
     def statistics(self) -> dict[str, Any]:
         """Returns the statistics of the functions and of each task."""
-        return self._asked(self._job.statistics)
+        return self._query(self._job.statistics)
 
     @property
     def num_waiting_gradients(self) -> int:
         """The number of gradients that wait for others of their round."""
-        return self._asked(lambda: self._job.num_waiting_gradients)
+        return self._query(lambda: self._job.num_waiting_gradients)
 
     @property
     def next_number(self) -> int:
-        """The number of the first function of the next job. This one takes no more."""
-        return next(self._numbers)
+        """The number of the first function of the next job. Read it after the end."""
+        return self._job.next_number
 
     @property
     def next_round(self) -> int:
@@ -199,6 +200,7 @@ class JobLoop:
     def start(self) -> None:
         """Starts the owner."""
         self._session.note_variables = self.note_variables
+        self.note_variables(self._session.num_made)  # others may have been created since the job was made
         self._thread.start()
 
     def close(self) -> None:
@@ -227,9 +229,6 @@ class JobLoop:
             self._take_rest()
         else:
             self._wake()
-
-    def call_soon(self, function: Callable[[], None]) -> None:
-        self.put(function)
 
     def _wake(self) -> None:
         if self._is_asleep:
@@ -263,8 +262,10 @@ class JobLoop:
             "are queued. Wait longer, or look at coordinator.statistics()."
         )
 
-    def _asked(self, question: Callable[[], Value]) -> Value:
+    def _query(self, question: Callable[[], Value]) -> Value:
         """Returns what the owner answers."""
+        if threading.current_thread() is self._thread:  # in a handler of the log
+            return question()
         waiting = _Waiting()
 
         def answer() -> None:
@@ -283,12 +284,14 @@ class JobLoop:
     # --- the owner -------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._is_over:
-            try:
-                self._step()
-            except BaseException as error:
-                self._fail(error)
-        self._end()
+        try:
+            while not self._is_over:
+                try:
+                    self._step()
+                except BaseException as error:
+                    self._fail(error)
+        finally:
+            self._end()
 
     def _begin(self) -> None:
         self._act(self._job.start(time.monotonic()))
@@ -311,14 +314,15 @@ class JobLoop:
         # Events come before answers: a worker then takes several functions together.
         scheduled: list[events.Scheduled] = []
         for _ in range(min(len(waiting), _NUM_AT_ONCE)):
-            item = waiting.popleft()
+            item = waiting[0]
             if isinstance(item, events.Scheduled):
                 scheduled.append(item)
+                waiting.popleft()
                 continue
-            if scheduled:
+            if scheduled:  # if this fails, the next event is still there
                 self._act(self._job.receive_scheduled(scheduled, time.monotonic()))
                 scheduled = []
-            self._take(item)
+            self._take(waiting.popleft())
         if scheduled:
             self._act(self._job.receive_scheduled(scheduled, time.monotonic()))
         for descriptor, link in links:
@@ -326,19 +330,17 @@ class JobLoop:
                 link.arrived()
 
     def _take(self, item: events.Event | Callable[[], None]) -> None:
-        kind = type(item)
         if callable(item):
             item()
             return
+        if isinstance(item, events.Closed):
+            self._is_over = True  # even if an action fails
         self._receive(item)
-        if kind is events.Closed:
-            self._is_over = True
-        elif isinstance(item, events.ResourceDropped):
+        if isinstance(item, events.ResourceDropped):
             self._resources.pop(item.name, None)
 
     def _receive(self, event: events.Event) -> None:
-        for action in self._job.receive(event, time.monotonic()):
-            self._carry_out[type(action)](action)
+        self._act(self._job.receive(event, time.monotonic()))
 
     def _act(self, to_do: Sequence[actions.Action]) -> None:
         for action in to_do:
@@ -346,7 +348,7 @@ class JobLoop:
 
     def _fail(self, error: BaseException) -> None:
         """Ends the job because its owner has failed, which is a bug. A second bug ends the owner."""
-        self._is_over = self._job.bug is not None
+        self._is_over = self._is_over or self._job.bug is not None
         try:
             self._act(self._job.fail(error))
         except BaseException:
@@ -385,6 +387,9 @@ class JobLoop:
                     self._take(self._events.popleft())
                 except Exception as error:
                     self._fail(error)
+                except BaseException:  # Ctrl-C: the event may be another caller's
+                    self._end_all(CancelledError("The coordinator is closed."))
+                    raise
 
     # --- actions ---------------------------------------------------------------------------------------
 
@@ -459,14 +464,10 @@ class JobLoop:
 
         def make() -> events.FunctionNeeds:
             sendable = work.made(action.signature, self._session)
-            self.put(lambda: self._made(work, sendable))
+            self.put(functools.partial(setattr, work, "sendable", sendable))  # before the job learns of it
             return sendable.needs
 
         self._requests.carry_out(request, make)
-
-    @staticmethod
-    def _made(work: Work, sendable: SendableFunction) -> None:
-        work.sendable = sendable  # the job learns of it next
 
     def _settle(self, action: actions.Settle) -> None:
         number = action.number
@@ -475,7 +476,7 @@ class JobLoop:
             if action.error is not None or work is None:
                 value.settle((), action.error)
             else:
-                answer = self._came[id(action.answer)]
+                answer = self._by_header[id(action.answer)]
                 value.settle(answer.arrays, assemble=work.assemble_for(answer))
             del self._values[number]  # an error above ends it otherwise
         self._works.pop(number, None)
@@ -511,14 +512,14 @@ class JobLoop:
         headers: list[Mapping[str, Any] | Exception] = []
         for answer in answers:
             if isinstance(answer, Message):
-                self._came[id(answer.header)] = answer
+                self._by_header[id(answer.header)] = answer
                 headers.append(answer.header)
             else:
                 headers.append(answer)
         try:
             self._receive(events.WorkerAnswered(link.worker, link.number, headers))
         finally:
-            self._came.clear()
+            self._by_header.clear()
 
     def broke(self, link: WorkerLink, error: Exception) -> None:
         self.put(events.WorkerBroke(link.worker, link.number, error))
@@ -534,16 +535,16 @@ def begin_job(
     if before is not None:
         before.end()
     setup = Setup(
-        session.num_workers,
-        session.num_ps,
-        limits,
-        session.incarnation,
-        tuple(session.ps_addresses),
-        tuple(session.snapshot_intervals_s),
-        session.groups,
-        options.max_staleness,
-        options.replicas_to_aggregate,
-        options.on_ps_restart,
+        num_workers=session.num_workers,
+        num_servers=session.num_ps,
+        limits=limits,
+        incarnation=session.incarnation,
+        ps_addresses=tuple(session.ps_addresses),
+        snapshot_intervals_s=tuple(session.snapshot_intervals_s),
+        groups=session.groups,
+        max_staleness=options.max_staleness,
+        replicas_to_aggregate=options.replicas_to_aggregate,
+        on_ps_restart=options.on_ps_restart,
         first_number=0 if before is None else before.next_number,
         first_round=0 if before is None else before.next_round,
         num_made=session.num_made,

@@ -26,17 +26,21 @@ class RequestThreads:
         self._threads: set[threading.Thread] = set()
         self._is_closed = False
 
-    def call(self, function: Callable[[], None]) -> None:
-        """Calls a function in a thread. It must not raise."""
+    def call(self, function: Callable[[], None]) -> bool:
+        """Calls a function in a thread. It must not raise. Returns False if the system has no more threads."""
         with self._lock:
             if self._is_closed:
-                return
+                return True
             if self._idle:
                 self._idle.pop().put(function)
-                return
+                return True
             thread = threading.Thread(target=self._live, args=(function,), name=self._name, daemon=True)
-            thread.start()  # it raises if the system has no more threads
+            try:
+                thread.start()
+            except RuntimeError:
+                return False
             self._threads.add(thread)
+            return True
 
     def close(self) -> None:
         """Ends the idle threads. Later calls do nothing."""

@@ -22,7 +22,7 @@ from replicax._ps.transport import structures
 from replicax._ps.worker import resources
 from replicax._src.program_kit.captures import name_of
 from replicax._src.program_kit.data import python_function_of
-from replicax._src.program_kit.errors import WaitTimeoutError
+from replicax._src.program_kit.errors import ClosureInputError, WaitTimeoutError
 
 _SPEC_S = 600.0
 
@@ -72,16 +72,25 @@ class _Recipe:
     def spec(self) -> ElementSpec:
         """Returns the element spec. Waits for the first worker that has made a resource."""
         if self._known is None:
-            name = self._last
-            if name is None:
-                self.unused.append(name := self._make())
-            said = self._waited(name)
+            said = self._said()
             leaves = tuple(
                 jax.ShapeDtypeStruct(shape, jax.numpy.dtype(dtype)) for shape, dtype in said["leaves"]
             )
             tree = jax.tree.structure(structures.rebuilt(said["tree"], leaves))
             self._known = ElementSpec(tree, leaves, said.get("cut"))
         return self._known
+
+    def _said(self) -> Any:
+        """Returns what a worker says of the last resource; another one if that was dropped meanwhile."""
+        while True:
+            name = self._last
+            if name is None:
+                self.unused.append(name := self._make())
+            try:
+                return self._waited(name)
+            except ClosureInputError:
+                if self._last == name:
+                    raise
 
     def _waited(self, name: str) -> Any:
         try:

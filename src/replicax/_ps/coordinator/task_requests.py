@@ -19,7 +19,7 @@ _IMMEDIATE: Final = ("meet_worker", "names_on", "renew")
 
 @final
 class TaskRequests:
-    """Requests under way. Each has a thread, so that none waits behind another one's silent task.
+    """Requests under way. Each that may wait has a thread, so that none waits behind another one's silent task.
 
     Args:
       session: The session with the tasks.
@@ -66,10 +66,11 @@ class TaskRequests:
 
     def carry_out(self, request: int, function: Callable[[], Any]) -> None:
         """Calls a function in a thread. Its result, or its error, is the outcome of the request."""
-        self._threads.call(lambda: self._put(_outcome(request, function)))
+        if not self._threads.call(lambda: self._put(_outcome(request, function))):
+            self._put(Failed(request, UnavailableError("The coordinator could not start a thread for it.")))
 
     def close(self) -> None:
-        """Ends the requests under way."""
+        """Ends the requests to tasks. Operations of the session, and tracing, go on."""
         with self._lock:
             self._is_closed = True
             clients = list(self._clients.values())

@@ -11,7 +11,7 @@ from replicax._ps.coordinator.request_threads import RequestThreads
 from replicax._ps.transport.messages import Message
 from replicax._src.program_kit.errors import MessageError, UnavailableError
 
-_SMALL_BYTES: Final = 32 * 1024  # a connection buffers this much while its peer does not read
+_BUFFERED_BYTES: Final = 32 * 1024  # a connection buffers this much while its peer does not read
 _HEADER_BYTES: Final = 512
 _SEND_S: Final = 2.0
 _OPEN_S: Final = 5.0
@@ -34,7 +34,7 @@ class Link(Protocol):
 class Owner(Protocol):
     """The thread that owns the link, as the link sees it."""
 
-    def call_soon(self, function: Callable[[], None]) -> None:
+    def put(self, item: Callable[[], None], /) -> None:
         """Calls a function in the owner's thread, soon. Any thread may call it."""
         ...
 
@@ -89,11 +89,11 @@ class WorkerLink:
         self._link: Link | None = None
         self._is_closed = False
         self._awaited: deque[_Awaited] = deque()
-        self._num_bytes = 0  # of the small messages that are not answered
+        self._num_bytes = 0  # of the messages that are not answered
         self._outbox: list[list[tuple[_Awaited, Message]]] = []
         self._is_sending = False
         self._after_opening: list[Callable[[], None]] = []
-        threads.call(lambda: self._connect(connect))
+        self._call(lambda: self._connect(connect))
 
     def fileno(self) -> int:
         assert self._link is not None
@@ -115,7 +115,13 @@ class WorkerLink:
         if self._link is not None:
             self._owner.watch_no_more(self)
             self._link.close()
-        self._opened_or_not()
+        self._call_after_opening()
+
+    def _call(self, function: Callable[[], None]) -> None:
+        """Calls a function in a thread, or ends the link."""
+        if not self._threads.call(function):
+            error = UnavailableError("The coordinator could not start a thread for it.", self.worker)
+            self._owner.put(lambda: self._broke(error))
 
     # --- opening ---------------------------------------------------------------------------------------
 
@@ -124,9 +130,9 @@ class WorkerLink:
             link = connect(_OPEN_S)
         except Exception as error:
             failure = error
-            self._owner.call_soon(lambda: self._broke(failure))
+            self._owner.put(lambda: self._broke(failure))
         else:
-            self._owner.call_soon(lambda: self._opened(link))
+            self._owner.put(lambda: self._opened(link))
 
     def _opened(self, link: Link) -> None:
         if self._is_closed:
@@ -134,10 +140,10 @@ class WorkerLink:
             return
         self._link = link
         self._owner.watch(self)
-        self._opened_or_not()
+        self._call_after_opening()
         self._send_more()
 
-    def _opened_or_not(self) -> None:
+    def _call_after_opening(self) -> None:
         waiting, self._after_opening = self._after_opening, []
         for function in waiting:
             function()
@@ -164,7 +170,7 @@ class WorkerLink:
                 group.append((awaited, message))
         self._num_bytes += num_bytes
         if group:
-            if self._link is None or self._is_sending or self._num_bytes > _SMALL_BYTES:
+            if self._link is None or self._is_sending or self._num_bytes > _BUFFERED_BYTES:
                 self._outbox.append(group)
                 self._send_more()
             else:
@@ -181,9 +187,9 @@ class WorkerLink:
 
             def send() -> None:
                 error = _send(link, groups, math.inf)
-                self._owner.call_soon(lambda: self._sent(error))
+                self._owner.put(lambda: self._sent(error))
 
-            self._threads.call(send)
+            self._call(send)
 
     def _sent(self, error: Exception | None) -> None:
         self._is_sending = False
@@ -196,7 +202,7 @@ class WorkerLink:
     def _answer_soon(self) -> None:
         """Has the oldest requests answered, if the worker does not get them."""
         if self._awaited and self._awaited[0].own_answer is not None:
-            self._owner.call_soon(self._answer_oneself)
+            self._owner.put(self._answer_oneself)
 
     def _answer_oneself(self) -> None:
         answers = self._own_answers()
@@ -240,9 +246,9 @@ class WorkerLink:
                 answers, failure = [error], UnavailableError(str(error), self.worker)
             except Exception as error:
                 failure = error
-            self._owner.call_soon(lambda: self._received_in_thread(link, answers, failure))
+            self._owner.put(lambda: self._received_in_thread(link, answers, failure))
 
-        self._threads.call(receive)
+        self._call(receive)
 
     def _received_in_thread(
         self, link: Link, answers: Sequence[Message | Exception], failure: Exception | None

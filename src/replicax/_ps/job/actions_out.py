@@ -1,4 +1,4 @@
-"""The actions of a job, which its owner carries out in their order. What comes of them are events.
+"""The actions of a job, which its owner carries out in their order. Their outcomes are events.
 
 Nobody changes an action. (A frozen one takes three times as long to make.)
 """
@@ -58,7 +58,8 @@ class OpenWorker:
     Attributes:
       worker: The name of the worker.
       connection: The number of the connection; never used again.
-      instance: The worker's process that was met: another one must not get what is sent on this connection.
+      instance: The worker's process that was met, for checks in tests. Nothing is sent before a heartbeat on another
+        connection has shown that this process answers.
     """
 
     worker: str
@@ -108,8 +109,9 @@ class SendToWorker:
 @final
 @dataclass(eq=False, slots=True)
 class MakeProgram:
-    """Trace a function for elements of the shapes that a worker has met: ``Answered`` comes with the ``FunctionNeeds``
-    that it has then, or ``Failed``.
+    """Trace a function for elements of the shapes that a worker has met, or because its programs are stale.
+
+    ``Answered`` comes with the ``FunctionNeeds`` that it has then, or ``Failed``.
 
     Attributes:
       request: The number of the request.
@@ -129,7 +131,7 @@ class Settle:
 
     Attributes:
       number: The number of the function.
-      error: Its error. None if it has finished: its result are the arrays of that answer of ``worker``.
+      error: Its error. None if it has finished: its result is the arrays of that answer of ``worker``.
       worker: The worker that has finished it; empty if it failed.
       answer: The header of that answer.
     """

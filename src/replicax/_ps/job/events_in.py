@@ -1,7 +1,8 @@
 """The events of a job: what callers ask, what tasks answer, and that time has passed.
 
 ``Job.receive(event, now)`` takes them one by one, in the thread that owns the job. ``now`` is in seconds, on any clock
-that only goes forward. Nobody changes an event. (A frozen one takes three times as long to make.)
+that only goes forward. A new event needs a rule in ``machine.py`` and a line in ``report.py``; a new action needs a
+function in ``coordinator/job_loop.py``, and in the simulated coordinator. Nobody changes an event. (A frozen one takes three times as long to make.)
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ class FunctionNeeds:
 @final
 @dataclass(eq=False, slots=True)
 class Scheduled:
-    """A caller schedules a function. ``Settle`` ends it, with its ``number``, which the caller counts.
+    """A caller schedules a function. ``Settle`` ends it, with its ``number``, which the caller assigns.
 
     Attributes:
-      number: The place of the function in the order of scheduling. Numbers grow, and one may be left out: a caller that
-        was interrupted.
+      number: The place of the function in the order of scheduling. Numbers grow. One may be missing, if Ctrl-C
+        interrupted its caller.
       name: Its name, for messages.
       kind: A key that is equal for functions of one program.
       needs: What a worker must have first.
@@ -159,7 +160,7 @@ class WorkerBroke:
 @final
 @dataclass(eq=False, slots=True)
 class Answered:
-    """A task has answered an ``Ask``, or a ``Perform`` has ended.
+    """A task has answered an ``Ask``, or a ``Perform`` or ``MakeProgram`` has ended.
 
     Attributes:
       request: The number of the request.
@@ -173,7 +174,7 @@ class Answered:
 @final
 @dataclass(eq=False, slots=True)
 class Failed:
-    """An ``Ask`` or a ``Perform`` has failed: the task raised an error, could not be reached, or was silent."""
+    """An ``Ask``, a ``Perform`` or a ``MakeProgram`` has failed: with an error of the task, or because it was silent."""
 
     request: int
     error: Exception

@@ -51,7 +51,9 @@ class Job:
         procedures = state.procedures
         self._rules: dict[type, Callable[[Any], object]] = {
             events.Scheduled: self._functions.scheduled,
-            events.WaitBegan: lambda event: None,  # see receive
+            events.WaitBegan: lambda event: (
+                None
+            ),  # receive has noted it, so that it ends even if a rule raises
             events.WaitGivenUp: lambda event: self._waits.given_up(event.wait),
             events.ResourceAdded: self._workers.add_resource,
             events.ResourceDropped: lambda event: self._workers.drop_resource(event.name),

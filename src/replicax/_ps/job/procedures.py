@@ -2,10 +2,13 @@
 
     def meet(self) -> Procedure[str]:
         hello = yield Request("worker 0", "hello", {}, 5.0)     # the answer's header; raises the request's error
-        yield Pause(0.1)                                        # goes on when that time has passed
+        yield Pause(0.1)                                        # resumes when that time has passed
         return hello["instance"]
 
 A procedure decides nothing from what it saw before a ``yield`` without looking again: other events come in between.
+
+The keys of procedures: ``("worker", name)``, ``("tell", name)``, ``("trace", number, name)`` and ``"rounds"``. Those of
+the parameter servers' side begin with ``"ps"``.
 """
 
 from __future__ import annotations
@@ -87,7 +90,7 @@ class _Running:
 
 @final
 class Procedures:
-    """The procedures of a job, each under a key. Answers of a procedure that was stopped are ignored.
+    """The procedures of a job, each under a key. Answers for a procedure that was stopped are ignored.
 
     An event costs the same however many procedures there are, but for conditions, which are all looked at.
 
@@ -99,9 +102,8 @@ class Procedures:
         self.actions: list[Action] = []
         self._running: dict[Hashable, _Running] = {}
         self._by_request: dict[int, _Running] = {}
-        self._pauses: list[
-            tuple[float, int, _Running]
-        ] = []  # a heap; those that have ended stay until their time
+        # A heap. Pauses that have ended stay until their time.
+        self._pauses: list[tuple[float, int, _Running]] = []
         self._conditions: dict[_Running, Callable[[], bool]] = {}
         self._numbers = count(1)
 

@@ -97,7 +97,7 @@ class JobHooks(Protocol):
 
     @property
     def next_number(self) -> int:
-        """The number of the next function: as many were scheduled, in all jobs of the session."""
+        """The number of the next function: at most as many were scheduled, in all jobs of the session."""
         ...
 
     @property

@@ -122,6 +122,7 @@ class WorkerRules:
             self._lose(worker, event.error)
             self._begin(worker)
         else:
+            worker.refusal = event.error
             self._close(worker)  # the procedure that opens it sees that
 
     # --- the life of a worker --------------------------------------------------------------------------
@@ -164,10 +165,10 @@ class WorkerRules:
         self._state.act(OpenWorker(worker.name, number, str(worker.instance)))
         try:
             is_same = yield from self._heartbeat(worker)
+            if worker.refusal is not None:
+                raise worker.refusal
             if not is_same or worker.connection != number:
-                raise UnavailableError(
-                    f"{worker.name} has restarted, or has refused a connection.", worker.name
-                )
+                raise UnavailableError(f"{worker.name} has restarted while it was connected.", worker.name)
         except BaseException:
             if worker.connection == number:
                 self._close(worker)

@@ -45,6 +45,7 @@ class WorkerState:
       name: Its name, as ``"worker 0"``.
       connection: The number of the open connection for functions; None if there is none.
       is_ready: True if the process that was met has that connection, so that functions may be sent.
+      refusal: The error because of which the last connection could not be opened.
       instance: The process that was met last; None if none was.
       description: Its answer to ``hello``.
       heartbeat: The statistics in its last heartbeat.
@@ -63,6 +64,7 @@ class WorkerState:
     own_resources: frozenset[str] = frozenset()
     connection: int | None = None
     is_ready: bool = False
+    refusal: BaseException | None = None
     instance: str | None = None
     description: Mapping[str, Any] = field(default_factory=dict)
     heartbeat: Mapping[str, Any] = field(default_factory=dict)
@@ -91,7 +93,7 @@ class WorkerState:
 
     def opened(self, connection: int) -> None:
         """Records a connection that is being opened. The worker has nothing yet."""
-        self.connection = connection
+        self.connection, self.refusal = connection, None
         self.unanswered, self.num_bytes_unanswered = deque(), 0
         self.known, self.refused, self.resources = set(), {}, set(self.own_resources)
 

@@ -200,7 +200,7 @@ def decoded_header(text: bytes) -> dict[str, Any]:
       MessageError: It is not JSON, or not an object.
     """
     if text == b"{}":  # many answers
-        return {}
+        return {}  # a new one: JobLoop finds answers by the identity of their headers
     try:
         fields = read_json(text)
     except TextError as error:
