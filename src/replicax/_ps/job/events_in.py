@@ -1,8 +1,10 @@
 """The events of a job: what callers ask, what tasks answer, and that time has passed.
 
 ``Job.receive(event, now)`` takes them one by one, in the thread that owns the job. ``now`` is in seconds, on any clock
-that only goes forward. A new event needs a rule in ``machine.py`` and a line in ``report.py``; a new action needs a
-function in ``coordinator/job_loop.py``, and in the simulated coordinator. Nobody changes an event. (A frozen one takes three times as long to make.)
+that only goes forward. Nobody changes an event. (A frozen one takes three times as long to make.)
+
+A new event needs a rule in ``machine.py`` and a line in ``report.py``. A new action needs a function in
+``coordinator/job_loop.py``, and in the simulated coordinator.
 """
 
 from __future__ import annotations
@@ -174,7 +176,7 @@ class Answered:
 @final
 @dataclass(eq=False, slots=True)
 class Failed:
-    """An ``Ask``, a ``Perform`` or a ``MakeProgram`` has failed: with an error of the task, or because it was silent."""
+    """An ``Ask``, a ``Perform`` or a ``MakeProgram`` has failed. A task may have been silent."""
 
     request: int
     error: Exception
