@@ -136,7 +136,7 @@ class TwoCopies(Jobs):
 
     def kept_on(self, process):
         for group in process.groups.values():
-            yield from (group.store.windows, group.store.gradients, group.copy)
+            yield from (group.store.rules, group.store.gradients, group.copy)
 
     def check_served(self, view):
         """A group that is not lost has all that was acknowledged, whatever became of the others."""

@@ -364,8 +364,8 @@ class GroupTask:
 
     @property
     def progress(self):
-        store = self.store
-        return Progress(store.instance, store.num_changes, store.num_created, self.rules.position)
+        rules = self.store.rules
+        return Progress(rules.instance, rules.num_changes, rules.num_created, self.rules.position)
 
     @property
     def holds_counters(self):

@@ -332,7 +332,7 @@ class Jobs:
 
     def kept_on(self, process):
         """Returns the objects of a server that know of functions."""
-        return process.store.windows, process.store.gradients
+        return process.store.rules, process.store.gradients
 
     def is_settled(self):
         """True if the job uses the processes of the servers that are there, so that nothing more is to come."""

@@ -102,5 +102,5 @@ def restored_of(snapshot, store, now):
         "age_s": now - snapshot.at,
         "position": None if snapshot.position is None else list(snapshot.position),
         "num_held_gradients": snapshot.content["num_held_gradients"],
-        "applied": list(store.windows.window_of(incarnation).extent),
+        "applied": list(store.rules.windows.window_of(incarnation).extent),
     }
