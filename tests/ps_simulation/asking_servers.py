@@ -148,11 +148,11 @@ class AskingServers:
     def ask(self, requests, may_repeat=True):
         """Sends all requests, by server, then receives all answers. Raises the first error."""
         deadline = self._process.world.now + CALL_S
-        taken = []
+        taken = {}
         try:
             for number in sorted(requests):
-                yield self.servers[number].turns.begin()
-                taken.append(number)
+                taken[number] = self.servers[number].turns.begin()
+                yield taken[number]
             sent = {
                 number: self.servers[number].begin(request, deadline, may_repeat)
                 for number, request in requests.items()
@@ -164,12 +164,13 @@ class AskingServers:
                 except ReplicaxError as error:
                     errors.append(error)
         except GeneratorExit:  # the caller has gone, and the next requests must not get the answers to these
-            for number in taken:
-                self.servers[number].disconnect()
+            for number, turn in taken.items():
+                if turn.is_done:
+                    self.servers[number].disconnect()
             raise
         finally:
-            for number in taken:
-                self.servers[number].turns.end()
+            for number, turn in taken.items():
+                self.servers[number].turns.give_up(turn)
         if errors:
             raise errors[0]
         return answers

@@ -3,8 +3,8 @@
 from collections import deque
 
 from ps_simulation.asking_servers import AskingServers
-from ps_simulation.integer_store import both
-from ps_simulation.routines import Reply
+from ps_simulation.integer_store import both, value_in
+from ps_simulation.routines import Reply, Routine
 from ps_simulation.server_task import ps
 from ps_simulation.task_process import Link, TaskProcess
 from ps_simulation.worker_task import FUNCTIONS
@@ -22,6 +22,8 @@ INCARNATION = "session"
 MOST_AT_ONCE = 2_000  # events at one moment: more are a job that does not come to rest
 HELLO_S = 5.0
 LAGS_S = (0.0, 0.0, 0.0003, 0.002)
+IS_HELD_UP, HELD_UP_S = 0.03, 0.05  # a thread that reads, or a caller's, may get no processor for so long
+MOMENTS = ("status", "hello", "restore")  # requests after which faults may come
 MEETING_S = (0.0, 0.002, 0.02)
 
 
@@ -56,6 +58,9 @@ class Coordinator(TaskProcess):
         self._connections = {}  # worker: number, link
         self._replies = {}  # worker: those that the job has not got, in the order of the requests
         self._waits, self._num_waits = {}, 0
+        self._is_waited_for = set()  # waits that the job has not ended
+        self._read_by = {}  # worker: until when the thread that reads its connection is held up
+        self._reading = None  # what a caller reads from the servers, and its reply
         self._newest = {}  # task: its newest process that has answered, as the job knows
         self._asked = {}  # request: the task, and what it was asked
         self.num_scheduled = 0
@@ -198,6 +203,8 @@ class Coordinator(TaskProcess):
                     accepted = self.job_servers.instances[int(task.split()[1])]
                     self._check_newest(task, accepted, op)
                 self.scenario.note_request(self, action)
+                if op in MOMENTS and task.startswith("ps"):
+                    self.world.moment(op)
                 self._asked[request] = task, op
                 reply = self.ask(task, {"ask": op, "incarnation": INCARNATION, **header}, timeout_s)
                 self._when_done(request, reply)
@@ -228,8 +235,9 @@ class Coordinator(TaskProcess):
             case actions.Settle():
                 self.scenario.note_settled(self, action)
             case actions.EndWait(wait, error, value):
-                assert wait in self._waits, f"wait {wait} ends, which nobody began, or twice"
-                self._waits.pop(wait).settle((error, value))
+                assert wait in self._is_waited_for, f"wait {wait} ends, which nobody began, or twice"
+                self._is_waited_for.remove(wait)
+                self.after(self._held_up_s(), self._end_wait, wait, error, value)
             case actions.Log(level, text):
                 self.world.trace(f"  LOG {level} {text}")
                 self.scenario.note_log(self, text)
@@ -299,14 +307,28 @@ class Coordinator(TaskProcess):
             reply = replies.popleft()
             answers.append(reply.value if reply.error is None else reply.error)
         if answers:
-            self.post(events.WorkerAnswered(name, number, answers))
+            self._post_read(name, events.WorkerAnswered(name, number, answers))
 
     def _is_open(self, name, link):
         return self._connections.get(name, (None, None))[1] is link
 
     def _broke(self, name, number, link):
         self._hand_over(name, number, link)  # what came before
-        self.post(events.WorkerBroke(name, number, link.why_closed))
+        self._post_read(name, events.WorkerBroke(name, number, link.why_closed))
+
+    def _post_read(self, name, event):
+        """Has the thread that reads a connection post an event, perhaps after the connection was given up."""
+        at = max(self.world.now + self._held_up_s(), self._read_by.get((name, event.connection), 0.0))
+        self._read_by = {key: until for key, until in self._read_by.items() if until > self.world.now}
+        self._read_by[name, event.connection] = at
+        if at > self.world.now:
+            self.after(at - self.world.now, self.post, event)
+        else:
+            self.post(event)
+
+    def _held_up_s(self):
+        computing = self.scenario.computing
+        return HELD_UP_S * computing.random() if computing.random() < IS_HELD_UP else 0.0
 
     # --- operations of the session ------------------------------------------------------------------
 
@@ -354,6 +376,7 @@ class Coordinator(TaskProcess):
         self._num_waits += 1
         number, ended = self._num_waits, Reply()
         self._waits[number] = ended
+        self._is_waited_for.add(number)
         self.give(events.WaitBegan(number, kind, resource))
         if limit_s is not None and not ended.is_done:
             self.after(limit_s, self._give_up, number)
@@ -364,14 +387,40 @@ class Coordinator(TaskProcess):
 
     def interrupt(self):
         """A caller that waits gets Ctrl-C."""
-        if self._waits:
+        if self._reading is not None:
+            (routine, ended), self._reading = self._reading, None
+            routine.stop()
+            ended.settle(error=WaitTimeoutError("Ctrl-C."))
+        elif self._waits:
             self._give_up(min(self._waits))
+
+    def _end_wait(self, number, error, value):
+        if number in self._waits:
+            self._waits.pop(number).settle((error, value))
 
     def _give_up(self, number):
         ended = self._waits.pop(number, None)
         if ended is not None:
+            self._is_waited_for.discard(number)
             self.give(events.WaitGivenUp(number))
             ended.settle((WaitTimeoutError("The wait is over."), None))
+
+    def read(self):
+        """Reads all counters, as a caller's thread does, until Ctrl-C."""
+        steps = {
+            number: {"op": "step", "closure": None, "pull": both(key)}
+            for number, key in enumerate(self.scenario.keys)
+        }
+        ended = Reply()
+        self._reading = routine, ended = Routine(self, self.servers.ask(steps)), ended
+        routine.result.then(lambda: ended.settle(routine.result.value, routine.result.error))
+        self.world.moment("read")
+        try:
+            answers = yield ended
+        finally:
+            self._reading = None
+        for number, answer in answers.items():
+            value_in(answer["values"], self.scenario.keys[number])
 
     def schedule(self, function):
         """Schedules a function. Returns its number."""
@@ -396,6 +445,10 @@ class Coordinator(TaskProcess):
         self.scenario.made_later[server].append(key)
         self.world.moment("made")
         self.give(events.VariablesMade(number + 1))
+
+    def instance_of(self, name):
+        """Returns the process of a worker that has the open connection; None if there is none."""
+        return self._connections[name][1].instance if name in self._connections else None
 
     def has_given_up(self, name):
         """True if the job tries to reach a worker no longer."""

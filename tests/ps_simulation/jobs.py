@@ -95,6 +95,7 @@ class Jobs:
     network = {}  # noqa: RUF012 - options of the world, which nobody changes
     server_faults = ("cut", "cut", "pause", "part", "part one way")
     log_entries = 10**6
+    pauses_s = (0.5, 0.5, 0.5, 0.5, 8.0)
 
     def __init__(self, seed):
         of_seed = self.random = random.Random(f"{type(self).__name__} {seed}")
@@ -114,6 +115,8 @@ class Jobs:
         self.settled, self.settled_at = {}, {}
         self.has_ended = False
         self.failures = []  # that callers have got
+        self.kept = None  # the number of a function whose failure no caller has got yet
+        self.gone = []  # tasks that never come back
         self.lost = {}  # server: functions that a process of it had, and the one that took its place has not
         self.num_worker_faults = 0
         self.disturbances = Disturbances()
@@ -126,6 +129,10 @@ class Jobs:
         self.makes_at = of_seed.randrange(self.num_functions) if self.makes_variables else None
         self.disks = [Disk() if self.has_snapshots else None for _ in range(self.num_servers)]
         self.planned = [self.drawn() for _ in range(self.num_functions)]
+        self.pause_s = of_seed.choice(
+            self.pauses_s
+        )  # the longest time between two functions, in which nothing is done
+        self.is_read = of_seed.random() < 0.3
 
     def draw(self):
         """Draws what a kind of job needs beside."""
@@ -164,7 +171,20 @@ class Jobs:
             else:
                 when, at = {"on": "job 1"}, of_seed.uniform(0.0, 1.5 * horizon)
             faults.append(self.fault(at, when))
+        if self.is_read:
+            for number in range(1, 4):
+                at = of_seed.choice([0.002, 0.005]) * of_seed.random()
+                faults.append(Fault(at, "interrupt", (COORDINATOR,), on=f"read {number}"))
+        if "server" in self.kinds_of_faults and of_seed.random() < 0.2:
+            faults += self.missed_heartbeats(f"ps {of_seed.randrange(self.num_servers)}")
         return faults
+
+    def missed_heartbeats(self, task):
+        """Draws short faults of a task, each of which may cost a heartbeat."""
+        of_seed, at = self.random, 0.0
+        for _ in range(of_seed.choice([3, 6])):
+            at += of_seed.uniform(4.0, 10.0)
+            yield Fault(at, "pause", (task,), of_seed.uniform(2.0, 2.9), on="job 1")
 
     def fault(self, at, when):
         """Draws one fault."""
@@ -183,7 +203,14 @@ class Jobs:
         return self.drawn_fault(at, kind, of_seed.choice(servers), others, lasting, when)
 
     def drawn_fault(self, at, kind, target, others, lasting, when):
-        if kind in ("restart", "restart without its disk", "lose host", "pause"):
+        if kind in (
+            "restart",
+            "restart without its disk",
+            "lose host",
+            "pause",
+            "end for ever",
+            "lose for ever",
+        ):
             return Fault(at, kind, (target,), lasting, **when)
         way = [target, self.random.choice([each for each in others if each != target])]
         self.random.shuffle(way)
@@ -212,6 +239,12 @@ class Jobs:
                         self.disks[process.index] = Disk()
                     world.last_fault = max(world.last_fault, world.now + fault.for_s)
                     world.at(world.now + max(fault.for_s, 0.001), self.restart, world, process)
+            case "end for ever" | "lose for ever":
+                if process.is_alive:
+                    world.trace(f"FAULT {fault}")
+                    self.gone.append(process.name)
+                    self.kill(world, process, "kill" if fault.kind == "end for ever" else "lose host")
+                    world.last_fault = max(world.last_fault, world.now)
             case _:
                 world.inject(fault)
 
@@ -257,7 +290,11 @@ class Jobs:
                 yield from self.tried(coordinator.make_variable(of_seed.randrange(self.num_servers)))
             coordinator.schedule(function)
             if of_seed.random() < 0.3:
-                yield of_seed.choice([0.0, 0.001, 0.05, 0.5]) * of_seed.random()
+                yield of_seed.choice([0.0, 0.001, 0.05, self.pause_s]) * of_seed.random()
+            if self.is_read and of_seed.random() < 0.2:
+                for _ in range(3):
+                    if (yield from self.tried(coordinator.read())):
+                        break
             if of_seed.random() < 0.08:
                 limit_s = of_seed.choice([None, 0.01, 1.0])
                 yield from self.tried(coordinator.wait("idle", limit_s=limit_s))
@@ -273,6 +310,7 @@ class Jobs:
             if is_done:
                 missing = set(range(coordinator.num_scheduled)) - set(self.settled)
                 assert not missing, f"join returns, and {sorted(missing)} have not ended"
+                assert self.kept is None, f"join returns, and nobody got the failure of function {self.kept}"
                 return
             if self.world.now > self.world.last_fault + PATIENCE_S:
                 self.is_lost = True
@@ -298,6 +336,7 @@ class Jobs:
             return False
         except ReplicaxError as error:
             self.failures.append(error)
+            self.kept = None
             self.world.trace(f"  a caller gets {type(error).__name__}: {error}")
             return False
         return True
@@ -357,6 +396,9 @@ class Jobs:
     def resource_fails(self, name, index):
         return False
 
+    def resource_kills(self, name):
+        return False
+
     def traced(self, number, signature):
         yield 0.05
         function = self.functions[number]
@@ -408,6 +450,8 @@ class Jobs:
             assert action.answer["number"] == action.number, (
                 f"function {action.number} gets the answer of {action.answer['number']}"
             )
+        elif not isinstance(action.error, CancelledError) and self.kept is None:
+            self.kept = action.number
         coordinator.world.moment("settled")
 
     def note_log(self, coordinator, text):
@@ -424,6 +468,7 @@ class Jobs:
             f"{set(range(number)) - set(self.settled)} have not ended"
         )
         self.check_errors()
+        self.check_failures()
         if self.is_lost:
             self.check_lost()
         if self.coordinator.job is not None:
@@ -451,6 +496,7 @@ class Jobs:
         for server in range(self.num_servers):
             if lacks := self.lacks(server):
                 yield f"nobody has {lacks}"
+        yield from (f"{name} never comes back" for name in self.gone if name.startswith("ps"))
         yield from self.reasons_of_workers()
 
     def reasons_of_workers(self):
@@ -493,6 +539,12 @@ class Jobs:
                 assert list(self.reasons_of_failure()), text
             else:
                 assert function.ends in ("raises", "refused", "cannot travel"), f"{function.name}: {error!r}"
+
+    def check_failures(self):
+        """Callers get errors only for reasons that are true."""
+        for error in self.failures:
+            if isinstance(error, UnavailableError | StaleCoordinatorError):
+                assert list(self.reasons_of_failure()), f"a caller gets {error!r}"
 
     # --- what the servers have ----------------------------------------------------------------------
 
@@ -539,3 +591,32 @@ class PlainWorkers(Jobs):
             self.max_staleness = self.random.choice([0, 1, 5])
         if self.random.random() < 0.2:
             self.wild = (*self.wild, "kills")
+        if self.random.random() < 0.3:
+            self.limits = Limits(reconnect_s=15.0, ps_silence_s=60.0)
+
+    def faults(self):
+        faults = super().faults()
+        of_seed = self.random
+        if of_seed.random() < 0.3:
+            for number in range(self.num_workers):
+                if of_seed.random() < 0.7:
+                    kind, at = of_seed.choice(["end for ever", "lose for ever"]), of_seed.uniform(0.0, 5.0)
+                    faults.append(Fault(at, kind, (worker(number),), on="job 1"))
+        return faults
+
+
+class LostServers(Jobs):
+    """Servers without snapshots and copies, some of which end, or are silent for too long. The job is lost then."""
+
+    kinds_of_faults = ("server",) * 3 + ("worker",)
+    server_faults = ("restart", "end for ever", "lose for ever", "part", "pause", "cut")
+    moments = (("settled", 20), ("sent", 20))
+
+    def draw(self):
+        self.function_times = (0.2, 3.0)
+        self.num_functions = self.random.choice([10, 25])
+
+    def drawn_fault(self, at, kind, target, others, lasting, when):
+        if kind in ("part", "pause") and target.startswith("ps"):
+            lasting = self.random.choice([1.0, 30.0, 100.0]) * self.random.random()
+        return super().drawn_fault(at, kind, target, others, lasting, when)

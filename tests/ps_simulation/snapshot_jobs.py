@@ -37,6 +37,8 @@ class Continued(Jobs):
         ("snapshot", 8),
         ("restored", 4),
         ("made", 1),
+        ("status", 6),
+        ("restore", 4),
     )
 
     def __init__(self, seed):

@@ -115,8 +115,12 @@ class WorkerTask(TaskProcess):
 
     def _resource(self, request):
         yield self.scenario.resource_s(request["name"])
+        if self.scenario.resource_kills(request["name"]):
+            self.scenario.note_killed(self)
+            self.end(-11)
+            yield 1.0  # nothing follows
         if self.scenario.resource_fails(request["name"], self.index):
-            raise NotFiniteError(f"{request['name']} cannot be made on {self.name}.")
+            raise NotFiniteError(f"{request['name']} cannot be made on {self.instance}.")
         self.resources[request["name"]] = 0
         return {"spec": f"spec of {request['name']}"}
 
