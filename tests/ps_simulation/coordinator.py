@@ -23,7 +23,7 @@ MOST_AT_ONCE = 2_000  # events at one moment: more are a job that does not come 
 HELLO_S = 5.0
 LAGS_S = (0.0, 0.0, 0.0003, 0.002)
 IS_HELD_UP, HELD_UP_S = 0.03, 0.05  # a thread that reads, or a caller's, may get no processor for so long
-MOMENTS = ("status", "hello", "restore")  # requests after which faults may come
+MOMENTS = ("status", "hello", "restore", "snapshot")  # requests after which faults may come
 MEETING_S = (0.0, 0.002, 0.02)
 
 
@@ -171,7 +171,10 @@ class Coordinator(TaskProcess):
                 self._note_process(task, event.answer)
                 truth = event.answer.pop("truth", {})  # for checks; the job must not keep it
                 self.scenario.note_answer(self, task, op, event.answer, truth)
+        last_epoch = self.job_servers.last_epoch
         done = self.job.receive(event, now)
+        if self.job_servers.last_epoch > last_epoch:
+            self.world.moment("epoch")
         if self.job.bug is not None:
             raise self.job.bug
         self._carry_out(done)
@@ -204,7 +207,7 @@ class Coordinator(TaskProcess):
                     self._check_newest(task, accepted, op)
                 self.scenario.note_request(self, action)
                 if op in MOMENTS and task.startswith("ps"):
-                    self.world.moment(op)
+                    self.world.moment(f"{op} is asked")
                 self._asked[request] = task, op
                 reply = self.ask(task, {"ask": op, "incarnation": INCARNATION, **header}, timeout_s)
                 self._when_done(request, reply)

@@ -92,7 +92,7 @@ class Jobs:
     wild = ("adds",) * 20 + ("reads", "raises", "cannot travel", "refused")
     program = "add"
     makes_variables = False
-    network = {}  # noqa: RUF012 - options of the world, which nobody changes
+    network = {"backoff": 1.0}  # noqa: RUF012 - options of the world, which nobody changes
     server_faults = ("cut", "cut", "pause", "part", "part one way")
     log_entries = 10**6
     pauses_s = (0.5, 0.5, 0.5, 0.5, 8.0)
@@ -104,6 +104,7 @@ class Jobs:
         self.num_functions = of_seed.choice([3, 10, 25, 60])
         self.function_times = of_seed.choice([(0.0005,), (0.01, 0.03), (0.2, 0.4)])
         self.write_s = of_seed.choice([0.01, 0.3, 2.0])
+        self.read_s = of_seed.choice([0.0, 0.3])  # the time to restore a snapshot
         self.interval_s = of_seed.choice([1.0, 3.0, 10.0])
         self.capacity = of_seed.choice([2, 10, 1000])
         self.limits = Limits(reconnect_s=200.0, ps_silence_s=60.0)
@@ -221,7 +222,8 @@ class Jobs:
         process = world.processes.get(fault.targets[0])
         self.num_worker_faults += any(name.startswith("worker") for name in fault.targets)
         if fault.kind not in ("interrupt", "close") and process.is_alive:
-            self.disturbances.note(world.now, fault.for_s, fault.targets)
+            lasting_s = fault.for_s * (1.0 + self.network["backoff"] * fault.kind.startswith("part"))
+            self.disturbances.note(world.now, lasting_s, fault.targets)
         match fault.kind:
             case "interrupt":
                 world.trace(f"FAULT {fault}")
@@ -320,8 +322,15 @@ class Jobs:
     def check_join(self, began, num_left):
         """`join` has ended. It takes not much longer than the functions, after the last fault."""
         took_s = self.world.now - max(began, self.world.last_fault)
-        most_s = self.join_s + num_left * self.longest_function_s
+        most_s = self.join_s + num_left * self.longest_function_s + self.given_up_s
         assert took_s < most_s, f"join takes {took_s} s after the last fault, for {num_left} functions"
+
+    @property
+    def given_up_s(self):
+        """The time after which tasks are given up that never come back."""
+        workers = {worker(number) for number in range(self.num_workers)}
+        of_workers_s = self.limits.reconnect_s if workers <= set(self.gone) else 0.0
+        return of_workers_s + (self.limits.ps_silence_s if set(self.gone) - workers else 0.0)
 
     @property
     def longest_function_s(self):

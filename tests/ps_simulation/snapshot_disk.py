@@ -51,6 +51,7 @@ class SnapshotFiles:
     def __init__(self, disk, name):
         self._disk, self._name = disk, name
         self.last = None
+        self._num_bases = 0
 
     @property
     def _files(self):
@@ -76,6 +77,11 @@ class SnapshotFiles:
         for each in removable(list(files), before, chain, *of_epoch[:1]):
             del files[each]
         self.last = chain
+        self._num_bases += is_base
+        if self._num_bases >= 2:
+            whole = [set(dict(each.chain)) for each in files.values() if set(dict(each.chain)) <= set(files)]
+            are_apart = any(one.isdisjoint(other) for one in whole for other in whole)
+            assert are_apart, f"if one file is damaged, none of the snapshots {sorted(files)} can be restored"
 
     def restore(self, epoch=None):
         """Returns the newest intact snapshot, of that epoch if it is given; None if there is none at all."""

@@ -37,8 +37,7 @@ class Continued(Jobs):
         ("snapshot", 8),
         ("restored", 4),
         ("made", 1),
-        ("status", 6),
-        ("restore", 4),
+        ("status is asked", 6),
     )
 
     def __init__(self, seed):
@@ -140,6 +139,29 @@ class Rewinds(Continued):
         self.last_way_back_at = 0.0
         self.last_death_at = -math.inf  # of any process
         self.has_no_way_back = []  # servers that restarted, and lacked the snapshot to which all should go back
+
+    def draw(self):
+        super().draw()
+        self.num_functions = self.random.choice([10, 25, 60])
+
+    def faults(self):
+        """Draws faults while an epoch is taken, soon after it counts, and on the way back to it."""
+        of_seed = self.random
+        faults = super().faults() if of_seed.random() < 0.3 else []
+        for _ in range(of_seed.choice([1, 2, 3, 4])):
+            name, most = of_seed.choice(self.moments_of_epochs)
+            on = f"{name} {of_seed.randint(self.num_servers if most > 8 else 1, most)}"
+            at = of_seed.choice([0.0, 0.002, 0.3, 2.0]) * of_seed.random()
+            kind = of_seed.choice(["restart"] * 5 + ["lose host", "pause", "cut", "part", "part one way"])
+            lasting = of_seed.choice([0.005, 0.1, 1.5, 12.0]) * of_seed.random()
+            target = ps(of_seed.randrange(self.num_servers))
+            others = [COORDINATOR, COORDINATOR, worker(of_seed.randrange(self.num_workers))]
+            faults.append(self.drawn_fault(at, kind, target, others, lasting, {"on": on}))
+        return faults
+
+    moments_of_epochs = (
+        ("epoch", 5), ("epoch", 5), ("snapshot", 12), ("snapshot is asked", 12), ("restore is asked", 6), ("rewound", 2),
+    )  # fmt: skip
 
     def kill(self, world, process, kind):
         super().kill(world, process, kind)
