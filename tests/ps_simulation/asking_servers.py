@@ -19,6 +19,7 @@ from replicax._ps.client.request_rules import (
 from replicax._src.vocabulary.errors import ReplicaxError
 
 CALL_S = 60.0
+LATE_S = 10.0
 IS_SLOW = 0.1  # the share of answers that are handed over later
 HAND_OVER_S = 0.002
 
@@ -93,6 +94,10 @@ class AskingServer:
                 self._drop()
                 process.after(max(until - process.world.now, 0.0), self._time_passed, number)
             case EndRequest(error, disconnects):
+                latest = max(self._deadline, process.paused_until) + LATE_S
+                assert process.world.now < latest, (
+                    f"a request ends {process.world.now - self._deadline} s too late"
+                )
                 if disconnects:
                     self._drop()
                 if error is not None:

@@ -3,7 +3,7 @@
 from collections import deque
 
 from ps_simulation.asking_servers import AskingServers
-from ps_simulation.integer_store import both, value_in
+from ps_simulation.integer_store import both, by_hand, value_in
 from ps_simulation.routines import Reply, Routine
 from ps_simulation.server_task import ps
 from ps_simulation.task_process import Link, TaskProcess
@@ -22,8 +22,8 @@ INCARNATION = "session"
 MOST_AT_ONCE = 2_000  # events at one moment: more are a job that does not come to rest
 HELLO_S = 5.0
 LAGS_S = (0.0, 0.0, 0.0003, 0.002)
-IS_HELD_UP, HELD_UP_S = 0.03, 0.05  # a thread that reads, or a caller's, may get no processor for so long
-MOMENTS = ("status", "hello", "restore", "snapshot")  # requests after which faults may come
+HELD_UP_S = 0.05  # a thread that reads, or a caller's, may get no processor for so long
+MOMENTS = ("status", "hello", "restore", "snapshot", "group")  # requests after which faults may come
 MEETING_S = (0.0, 0.002, 0.02)
 
 
@@ -65,6 +65,7 @@ class Coordinator(TaskProcess):
         self._asked = {}  # request: the task, and what it was asked
         self.num_scheduled = 0
         self._num_made = scenario.num_servers
+        self._num_marks = 0
         self.instances = []  # the servers' processes that answered the first hello
 
     # --- the start ----------------------------------------------------------------------------------
@@ -97,7 +98,8 @@ class Coordinator(TaskProcess):
         for number, key in enumerate(scenario.keys):
             self.servers.servers[number].programs[scenario.program] = True
             yield from self.servers.ask({number: {"op": "program", "digest": scenario.program}})
-            request = {"op": "create", "keys": both(key), "number": ("creator", number), "low": 0}
+            keys = [*both(key), by_hand(number)] if scenario.adds_by_hand else both(key)
+            request = {"op": "create", "keys": keys, "number": ("creator", number), "low": 0}
             yield from self.servers.ask({number: request})
         setup = Setup(
             scenario.num_workers,
@@ -317,7 +319,11 @@ class Coordinator(TaskProcess):
 
     def _broke(self, name, number, link):
         self._hand_over(name, number, link)  # what came before
-        self._post_read(name, events.WorkerBroke(name, number, link.why_closed))
+        broke = events.WorkerBroke(name, number, link.why_closed)
+        if self.scenario.computing.random() < 0.5:
+            self.post(broke)  # the thread that sends notices it first
+        else:
+            self._post_read(name, broke)
 
     def _post_read(self, name, event):
         """Has the thread that reads a connection post an event, perhaps after the connection was given up."""
@@ -331,7 +337,7 @@ class Coordinator(TaskProcess):
 
     def _held_up_s(self):
         computing = self.scenario.computing
-        return HELD_UP_S * computing.random() if computing.random() < IS_HELD_UP else 0.0
+        return HELD_UP_S * computing.random() if computing.random() < self.scenario.is_held_up else 0.0
 
     # --- operations of the session ------------------------------------------------------------------
 
@@ -452,6 +458,17 @@ class Coordinator(TaskProcess):
     def instance_of(self, name):
         """Returns the process of a worker that has the open connection; None if there is none."""
         return self._connections[name][1].instance if name in self._connections else None
+
+    def add_by_hand(self):
+        """Adds to a counter of each server, as a caller's thread does. If the answer is lost, nobody knows if it came."""
+        self._num_marks += 1
+        step = {"op": "step", "closure": None, "mark": self._num_marks, "pull": []}
+        steps = {
+            number: {**step, "program": self.scenario.program, "keys": [by_hand(number)]}
+            for number in range(self.scenario.num_servers)
+        }
+        self.world.moment("added by hand")
+        yield from self.servers.ask(steps, may_repeat=False)
 
     def has_given_up(self, name):
         """True if the job tries to reach a worker no longer."""

@@ -263,6 +263,7 @@ class GroupTask:
                 return brought(False, at)
             self.store = self.server.new_store(self.incarnation)
             self._new = epoch, self.server.new_store(self.incarnation)
+            self.server.world.moment("state")
             self._new[1].take(request["content"], {}, self._new[1].instance)
         store = self._store_for(epoch, at, part)
         if store is None:

@@ -14,6 +14,11 @@ def twin(key):
     return f"{key}, again"
 
 
+def by_hand(server):
+    """Returns the key of the counter of a server to which callers add."""
+    return f"by hand {server}"
+
+
 def both(key):
     return [key, twin(key)]
 
@@ -96,7 +101,11 @@ class IntegerStore:
         if request.get("program") is not None:
             is_duplicate = self.rules.has_done(closure, low)
             if not is_duplicate:
-                self._add([closure.number], request["keys"])
+                number = request["mark"] if closure is None else closure.number
+                if closure is None:
+                    twice = [key for key in request["keys"] if number in self._counter(key)]
+                    assert not twice, f"what a caller has added comes twice: {number} in {twice}"
+                self._add([number], request["keys"])
                 self.rules.did(closure)
         if request.get("only_apply"):
             return {"duplicate": is_duplicate}

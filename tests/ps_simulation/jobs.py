@@ -95,6 +95,7 @@ class Jobs:
     network = {"backoff": 1.0}  # noqa: RUF012 - options of the world, which nobody changes
     server_faults = ("cut", "cut", "pause", "part", "part one way")
     log_entries = 10**6
+    lastings_s = (0.005, 0.1, 1.5, 4.0, 12.0, 40.0)
     pauses_s = (0.5, 0.5, 0.5, 0.5, 8.0)
 
     def __init__(self, seed):
@@ -109,7 +110,17 @@ class Jobs:
         self.capacity = of_seed.choice([2, 10, 1000])
         self.limits = Limits(reconnect_s=200.0, ps_silence_s=60.0)
         self.names = Names()
+        self.is_held_up = of_seed.choice(
+            [0.0, 0.03, 0.3]
+        )  # the share of events for which a thread is held up
         self.draw()
+        self.misses_heartbeats = (
+            "server" in self.kinds_of_faults
+            and not (self.has_snapshots or self.has_two_copies)
+            and of_seed.random() < 0.15
+        )
+        if self.misses_heartbeats:  # so that functions run all the time
+            self.function_times, self.num_functions = (2.0, 4.0), 25
         self.kinds = of_seed.choice([self.mild, self.mild, self.mild, self.wild])
         self.computing = random.Random(f"computing {seed}")
         self.functions = []
@@ -134,6 +145,7 @@ class Jobs:
             self.pauses_s
         )  # the longest time between two functions, in which nothing is done
         self.is_read = of_seed.random() < 0.3
+        self.adds_by_hand = not self.has_snapshots and of_seed.random() < 0.3
 
     def draw(self):
         """Draws what a kind of job needs beside."""
@@ -163,6 +175,8 @@ class Jobs:
 
     def faults(self):
         of_seed, faults = self.random, []
+        if self.misses_heartbeats:
+            return [*self.missed_heartbeats(ps(of_seed.randrange(self.num_servers)))]
         horizon = 1.0 + self.num_functions * self.function_times[-1]
         for _ in range(of_seed.choice([0, 1, 2, 3, 5, 8])):
             if of_seed.random() < 0.6:
@@ -176,15 +190,17 @@ class Jobs:
             for number in range(1, 4):
                 at = of_seed.choice([0.002, 0.005]) * of_seed.random()
                 faults.append(Fault(at, "interrupt", (COORDINATOR,), on=f"read {number}"))
-        if "server" in self.kinds_of_faults and of_seed.random() < 0.2:
-            faults += self.missed_heartbeats(f"ps {of_seed.randrange(self.num_servers)}")
+        if self.adds_by_hand:
+            for number in range(1, 4):
+                way = (COORDINATOR, ps(of_seed.randrange(self.num_servers)))
+                faults.append(Fault(0.003 * of_seed.random(), "cut", way, on=f"added by hand {number}"))
         return faults
 
     def missed_heartbeats(self, task):
         """Draws short faults of a task, each of which may cost a heartbeat."""
         of_seed, at = self.random, 0.0
-        for _ in range(of_seed.choice([3, 6])):
-            at += of_seed.uniform(4.0, 10.0)
+        for _ in range(5):
+            at += of_seed.uniform(8.0, 11.0)
             yield Fault(at, "pause", (task,), of_seed.uniform(2.0, 2.9), on="job 1")
 
     def fault(self, at, when):
@@ -192,7 +208,7 @@ class Jobs:
         of_seed = self.random
         workers = [worker(number) for number in range(self.num_workers)]
         servers = [ps(number) for number in range(self.num_servers)]
-        lasting = of_seed.choice([0.005, 0.1, 1.5, 4.0, 12.0, 40.0]) * of_seed.random()
+        lasting = of_seed.choice(self.lastings_s) * of_seed.random()
         kind = of_seed.choice(self.kinds_of_faults)
         if kind in ("interrupt", "close"):
             return Fault(at, kind, (COORDINATOR,), **when)
@@ -293,6 +309,8 @@ class Jobs:
             coordinator.schedule(function)
             if of_seed.random() < 0.3:
                 yield of_seed.choice([0.0, 0.001, 0.05, self.pause_s]) * of_seed.random()
+            if self.adds_by_hand and of_seed.random() < 0.2:
+                yield from self.asked(coordinator.add_by_hand())
             if self.is_read and of_seed.random() < 0.2:
                 for _ in range(3):
                     if (yield from self.asked(coordinator.read())):
@@ -532,6 +550,9 @@ class Jobs:
         """Yields the reasons that were true at some time, for which functions may have failed."""
         yield from self.reasons_of_loss()
         yield from (f"{name} has ended the session" for name in self.ended_sessions)
+        yield from self.reasons_of_silence()
+
+    def reasons_of_silence(self):
         servers = [ps(number) for number in range(self.num_servers)]
         limit_s = self.limits.reconnect_s if self.servers_return else NO_ANSWER_S
         for other in (COORDINATOR, *(worker(number) for number in range(self.num_workers))):
@@ -605,17 +626,37 @@ class PlainWorkers(Jobs):
     """Servers that do not die, and workers that do."""
 
     def draw(self):
-        if self.random.random() < 0.2:
+        self.clocks, self.in_flight = (
+            {},
+            Counter(),
+        )  # by worker: functions that have ended there, and that run there
+        if self.random.random() < 0.3:
             self.max_staleness = self.random.choice([0, 1, 5])
         if self.random.random() < 0.2:
             self.wild = (*self.wild, "kills")
         if self.random.random() < 0.3:
             self.limits = Limits(reconnect_s=15.0, ps_silence_s=60.0)
 
+    def note_sent(self, coordinator, name, request):
+        """With ``max_staleness`` no worker is further ahead of the others, as long as all run without a fault."""
+        super().note_sent(coordinator, name, request)
+        slowest = min(self.clocks.values(), default=0)
+        self.clocks.setdefault(name, slowest)
+        ahead = self.clocks[name] + self.in_flight[name] - min(slowest, self.clocks[name])
+        if self.max_staleness is not None and self.kinds is self.mild and not self.disturbances.has_any:
+            assert ahead <= self.max_staleness, f"{name} is {ahead} functions ahead, of {self.clocks}"
+        self.in_flight[name] += 1
+
+    def note_settled(self, coordinator, action):
+        super().note_settled(coordinator, action)
+        if action.worker in self.clocks:
+            self.clocks[action.worker] += 1
+            self.in_flight[action.worker] -= 1
+
     def faults(self):
         faults = super().faults()
         of_seed = self.random
-        if of_seed.random() < 0.3:
+        if of_seed.random() < 0.3 and not self.misses_heartbeats:
             for number in range(self.num_workers):
                 if of_seed.random() < 0.7:
                     kind, at = of_seed.choice(["end for ever", "lose for ever"]), of_seed.uniform(0.0, 5.0)

@@ -1,9 +1,10 @@
 """Jobs whose functions take datasets that each worker makes, and are traced for what a worker meets."""
 
 import re
-from collections import Counter
 
 from ps_simulation.jobs import Jobs
+from ps_simulation.worker_task import worker
+from simulation.world import Fault
 from replicax._ps.job.events_in import ResourceAdded, ResourceDropped
 from replicax._ps.job.resource_rules import MAX_DEATHS
 
@@ -24,13 +25,13 @@ class WithDatasets(Jobs):
             function.resources = (of_seed.choice(DATASETS),)
             if of_seed.random() < 0.5:
                 function.signature = of_seed.choice(["short", "long"])
-        elif self.kinds is self.wild and of_seed.random() < 0.2:
+        elif self.kinds is self.wild and of_seed.random() < 0.5:
             function.resources = (of_seed.choice([BROKEN, self.deadly]),)
         return function
 
     def draw(self):
         self.deadly = self.random.choice([BROKEN, BROKEN, DEADLY])
-        self.num_failed = Counter()  # by worker: processes that could not make a dataset
+        self.num_made = 0  # how often the first worker was to make the broken dataset
         self.num_killed = 0
 
     def caller(self, coordinator):
@@ -45,9 +46,23 @@ class WithDatasets(Jobs):
         yield from super().ended(coordinator)
 
     def resource_fails(self, name, index):
-        """Only the first process of a worker that makes it fails."""
-        self.num_failed[index] += name == BROKEN and index == 0
-        return name == BROKEN and index == 0 and self.num_failed[index] == 1
+        """Each second process of a worker fails."""
+        if name != BROKEN or index != 0:
+            return False
+        self.num_made += 1
+        if self.num_made % 2:
+            self.world.moment("not made")
+        return self.num_made % 2 == 1
+
+    def faults(self):
+        faults, of_seed = super().faults(), self.random
+        if self.kinds is self.wild:
+            for number in range(1, 4):
+                at = of_seed.uniform(0.0, 0.5)
+                faults.append(
+                    Fault(at, "restart", (worker(0),), 0.1 * of_seed.random(), on=f"not made {number}")
+                )
+        return faults
 
     def resource_kills(self, name):
         self.num_killed += name == DEADLY
@@ -58,7 +73,7 @@ class WithDatasets(Jobs):
         super().note_settled(coordinator, action)
         if (found := FAILS_ON.search(str(action.error))) is not None:
             instance = coordinator.instance_of(found[2])
-            assert instance == found[1], f"an error of {found[1]} counts for {instance}"
+            assert instance in (None, found[1]), f"an error of {found[1]} counts for {instance}"
 
     def check_errors(self):
         unusable = (BROKEN,), (DEADLY,)

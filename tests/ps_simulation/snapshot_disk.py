@@ -63,6 +63,8 @@ class SnapshotFiles:
         num_bytes = COUNTER_BYTES * len(counters)
         num_new = CHANGED_BYTES * len(counters)
         before = self.last
+        highest = max((each.epoch for each in files.values()), default=0)
+        assert not epoch or epoch > highest, f"epoch {epoch} is written after epoch {highest}"
         sizes = {each: dict(snapshot.chain)[each] for each, snapshot in files.items()}
         is_base = (
             before is None
@@ -89,7 +91,7 @@ class SnapshotFiles:
         for number in restore_order(files):
             snapshot = files[number]
             if is_of_epoch(snapshot.epoch, epoch) and all(each in files for each, _ in snapshot.chain):
-                self.last = snapshot.chain
+                self.last, self._num_bases = snapshot.chain, 0  # later files belong to another past
                 return snapshot
         if files:
             raise SnapshotError(f"None of the snapshots {sorted(files)} can be restored.")

@@ -10,6 +10,7 @@ from ps_simulation.jobs import SETTLED_S, Jobs
 from ps_simulation.server_task import ServerTask, ps
 from ps_simulation.snapshot_writing import TICK_S
 from ps_simulation.worker_task import worker
+from simulation.world import Fault
 
 RESTARTED = re.compile(r"(ps \d+) restarted from its last snapshot.*: about (\d+) updates")
 INCLUDED = re.compile(
@@ -26,6 +27,7 @@ class Continued(Jobs):
 
     has_snapshots = True
     settled_s = 5.0
+    lastings_s = (*Jobs.lastings_s, 90.0)
     server_faults = ("restart",) * 6 + ("lose host", "lose host", "cut", "pause", "part", "part one way")
     server_faults += ("restart without its disk",)
     kinds_of_faults = ("worker",) * 4 + ("server",) * 12 + ("interrupt",) * 2 + ("close",)
@@ -56,6 +58,17 @@ class Continued(Jobs):
         self.function_times = self.random.choice(
             [(0.05, 0.2), (0.2, 0.4)]
         )  # so that snapshots come meanwhile
+
+    def faults(self):
+        faults = super().faults()
+        of_seed = self.random
+        if self.makes_at is not None and of_seed.random() < 0.7:  # before a snapshot has a new variable
+            for number in range(self.num_servers):
+                at = of_seed.uniform(0.0, 2.0)
+                faults.append(
+                    self.drawn_fault(at, "restart", ps(number), [], of_seed.random(), {"on": "made 1"})
+                )
+        return faults
 
     def is_settled(self):
         processes = [self.world.processes[ps(number)] for number in range(self.num_servers)]
@@ -157,7 +170,25 @@ class Rewinds(Continued):
             target = ps(of_seed.randrange(self.num_servers))
             others = [COORDINATOR, COORDINATOR, worker(of_seed.randrange(self.num_workers))]
             faults.append(self.drawn_fault(at, kind, target, others, lasting, {"on": on}))
+        if of_seed.random() < 0.4:
+            faults += self.late_request()
+        if of_seed.random() < 0.4:  # while another server writes
+            on = f"snapshot is asked {of_seed.randint(1, 3 * self.num_servers)}"
+            for number in range(self.num_servers):
+                at = self.write_s * of_seed.random()
+                if of_seed.random() < 0.5:
+                    faults.append(Fault(at, "restart", (ps(number),), 0.01, on=on))
         return faults
+
+    def late_request(self):
+        """Draws faults by which a request for a snapshot is given up, and comes late; then servers restart."""
+        of_seed = self.random
+        on = f"status is asked {of_seed.randint(1, 6 * self.num_servers)}"
+        way = (COORDINATOR, ps(of_seed.randrange(self.num_servers)))
+        yield Fault(0.0, "part one way", way, of_seed.uniform(5.0, 9.0), on=on)
+        for _ in range(2):
+            at, target = of_seed.uniform(8.0, 25.0), ps(of_seed.randrange(self.num_servers))
+            yield Fault(at, "restart", (target,), of_seed.random(), on=on)
 
     moments_of_epochs = (
         ("epoch", 5), ("epoch", 5), ("snapshot", 12), ("snapshot is asked", 12), ("restore is asked", 6), ("rewound", 2),
