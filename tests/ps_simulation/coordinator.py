@@ -312,6 +312,7 @@ class Coordinator(TaskProcess):
             reply = replies.popleft()
             answers.append(reply.value if reply.error is None else reply.error)
         if answers:
+            self.world.moment("answers come")
             self._post_read(name, events.WorkerAnswered(name, number, answers))
 
     def _is_open(self, name, link):

@@ -52,6 +52,11 @@ class TwoCopies(Jobs):
         of_seed = self.random
         if of_seed.random() < 0.4:
             faults += self.isolated(ps(of_seed.randrange(self.num_servers)))
+        if of_seed.random() < 0.4:  # servers miss views
+            for number in of_seed.sample(range(1, 13), 4):
+                for server in range(self.num_servers):
+                    at = 0.001 * of_seed.random()
+                    faults.append(Fault(at, "cut", (COORDINATOR, ps(server)), on=f"group is asked {number}"))
         return faults
 
     def isolated(self, task):
@@ -198,9 +203,17 @@ class BothLost(TwoCopies):
         if of_seed.random() < 0.7:  # both servers of a group, one after the other
             first = of_seed.randrange(self.num_servers)
             when = {"on": f"snapshot {of_seed.randint(2 * self.num_servers, 4 * self.num_servers)}"}
+            at = 0.0
             for number in (first, (first + 1) % self.num_servers):
-                at = of_seed.choice([0.0, 0.01, 0.5, 3.0, 15.0]) * of_seed.random()
+                at += of_seed.choice([0.0, 0.0, 0.01, 0.5, 3.0]) * of_seed.random()
                 faults.append(self.drawn_fault(at, "restart", ps(number), [], 8.0 * of_seed.random(), when))
+        if of_seed.random() < 0.3:  # a server dies while it sends its state to the other one
+            self.log_entries, self.interval_s = 3, 10.0
+            one, other = of_seed.sample(range(self.num_servers), 2)
+            faults.append(Fault(0.0, "cut", (ps(one), ps(other)), on=f"settled {of_seed.randint(5, 15)}"))
+            for server in (one, other)[: of_seed.randint(1, 2)]:
+                at = 0.004 * of_seed.random()
+                faults.append(Fault(at, "restart", (ps(server),), of_seed.random(), on="state 1"))
         return faults
 
     def reasons_of_loss(self):

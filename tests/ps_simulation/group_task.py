@@ -386,7 +386,7 @@ class GroupTask:
             position, at = tuple(self.rules.position), self.server.world.now
         finally:
             self.order.end()
-        yield self.server.scenario.write_s
+        yield self.server.scenario.writing_s()
         self._files.write(content, counters, epoch, position, at, kept_epoch)
         self.server.world.moment("snapshot")
 

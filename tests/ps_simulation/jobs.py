@@ -37,6 +37,8 @@ MOST_ON_SERVER = 40
 """The most items in the windows and logs of a server."""
 SETTLED_S = 80.0
 """A server is used again within this time: a request to a host that is lost may take a minute."""
+MOST_PROCESSES = 80
+"""The most processes that servers are in a run; a server that goes back becomes another one."""
 MOST_LENGTHS = 1500
 """The most items in all containers of a job that has ended, with any number of functions; 200 events take part of it."""
 
@@ -110,6 +112,7 @@ class Jobs:
         self.capacity = of_seed.choice([2, 10, 1000])
         self.limits = Limits(reconnect_s=200.0, ps_silence_s=60.0)
         self.names = Names()
+        self.making_s = of_seed.choice([0.05, 1.0])  # the time to make a dataset
         self.is_held_up = of_seed.choice(
             [0.0, 0.03, 0.3]
         )  # the share of events for which a thread is held up
@@ -120,7 +123,7 @@ class Jobs:
             and of_seed.random() < 0.15
         )
         if self.misses_heartbeats:  # so that functions run all the time
-            self.function_times, self.num_functions = (2.0, 4.0), 25
+            self.function_times, self.num_functions = (2.0, 4.0), 60
         self.kinds = of_seed.choice([self.mild, self.mild, self.mild, self.wild])
         self.computing = random.Random(f"computing {seed}")
         self.functions = []
@@ -199,7 +202,7 @@ class Jobs:
     def missed_heartbeats(self, task):
         """Draws short faults of a task, each of which may cost a heartbeat."""
         of_seed, at = self.random, 0.0
-        for _ in range(5):
+        for _ in range(10):  # for longer than the job would wait for a silent task
             at += of_seed.uniform(8.0, 11.0)
             yield Fault(at, "pause", (task,), of_seed.uniform(2.0, 2.9), on="job 1")
 
@@ -397,6 +400,8 @@ class Jobs:
         if self.is_lost:
             return
         kept = lengths_of(self.coordinator.job)
+        num_seen = kept.pop("ServerState._seen", 0) + kept.pop("ServerState._accepted", 0)
+        assert num_seen <= MOST_PROCESSES, f"servers go back again and again: {num_seen} processes"
         num_kept = sum(number for where, number in kept.items() if not where.startswith("EventRecord"))
         most = self.most_kept + self.most_kept_of_task * (self.num_workers + self.num_servers)
         assert num_kept <= most, f"the job keeps {num_kept} items, not {most}: {kept.most_common(12)}"
@@ -427,13 +432,17 @@ class Jobs:
         return self.computing.choice(self.function_times)
 
     def resource_s(self, name):
-        return 0.05
+        return self.making_s
 
     def resource_fails(self, name, index):
         return False
 
     def resource_kills(self, name):
         return False
+
+    def writing_s(self):
+        """Returns how long a server writes a snapshot."""
+        return self.write_s * self.computing.uniform(0.4, 1.0)
 
     def traced(self, number, signature):
         yield 0.05
@@ -656,6 +665,11 @@ class PlainWorkers(Jobs):
     def faults(self):
         faults = super().faults()
         of_seed = self.random
+        if of_seed.random() < 0.4 and not self.misses_heartbeats:
+            for _ in range(4):
+                at, on = 0.003 * of_seed.random(), f"answers come {of_seed.randint(1, self.num_functions)}"
+                way = (COORDINATOR, worker(of_seed.randrange(self.num_workers)))
+                faults.append(Fault(at, "cut", way, on=on))
         if of_seed.random() < 0.3 and not self.misses_heartbeats:
             for number in range(self.num_workers):
                 if of_seed.random() < 0.7:

@@ -4,9 +4,9 @@ import re
 
 from ps_simulation.jobs import Jobs
 from ps_simulation.worker_task import worker
-from simulation.world import Fault
 from replicax._ps.job.events_in import ResourceAdded, ResourceDropped
 from replicax._ps.job.resource_rules import MAX_DEATHS
+from simulation.world import Fault
 
 DATASETS = ("dataset 0", "dataset 1")
 BROKEN = "dataset of some"

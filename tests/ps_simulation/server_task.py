@@ -215,7 +215,7 @@ class ServerTask(TaskProcess):
         """Writes a snapshot of the store as it is now. It is there when it is complete."""
         content, counters = self.store.described(), dict(self.store.counters)
         at = self.world.now
-        yield self.scenario.write_s
+        yield self.scenario.writing_s()
         self._files.write(content, counters, epoch, None, at, kept_epoch)
         self.world.moment("snapshot")
 

@@ -144,6 +144,7 @@ class Rewinds(Continued):
     """When a server restarts, all go back to snapshots that they took together."""
 
     on_ps_restart = "rewind"
+    most_kept_of_task = 25  # requests that were given up
     settled_s = 20.0  # all go back after the last fault
 
     def __init__(self, seed):
@@ -173,11 +174,10 @@ class Rewinds(Continued):
         if of_seed.random() < 0.4:
             faults += self.late_request()
         if of_seed.random() < 0.4:  # while another server writes
-            on = f"snapshot is asked {of_seed.randint(1, 3 * self.num_servers)}"
-            for number in range(self.num_servers):
-                at = self.write_s * of_seed.random()
-                if of_seed.random() < 0.5:
-                    faults.append(Fault(at, "restart", (ps(number),), 0.01, on=on))
+            for number in of_seed.sample(range(1, 6), 2):
+                on = f"snapshot is asked {1 + number * self.num_servers}"
+                at = self.write_s * of_seed.uniform(0.1, 0.8)
+                faults.append(Fault(at, "restart", (ps(self.num_servers - 1),), 0.01, on=on))
         return faults
 
     def late_request(self):
