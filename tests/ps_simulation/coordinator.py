@@ -223,6 +223,7 @@ class Coordinator(TaskProcess):
                 link.instance = instance
                 self._connections[name] = number, link
                 self._replies[name] = deque()
+                self.scenario.note_opened(name)
                 link.on_close = lambda: self._broke(name, number, link)
             case actions.CloseWorker(name, number):
                 opened, link = self._connections.pop(name)

@@ -222,6 +222,11 @@ class BothLost(TwoCopies):
                 yield f"no server has group {group}, in memory or from a snapshot"
         yield from self.reasons_of_workers()
 
+    def note_request(self, coordinator, ask):
+        for group, epoch in [*self.lost_in.items()]:
+            if group not in coordinator.groups.lost and coordinator.groups.views[group].epoch == epoch:
+                del self.lost_in[group]  # its primary was silent, and is back with all that it had
+
     def note_sent(self, coordinator, name, request):
         super().note_sent(coordinator, name, request)
         lost = coordinator.groups.lost

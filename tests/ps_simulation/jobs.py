@@ -458,6 +458,9 @@ class Jobs:
     def note_answer(self, coordinator, task, op, answer, truth):
         """The job learns what a task has answered, and the task had these counters then."""
 
+    def note_opened(self, name):
+        """The job opens a connection to a worker."""
+
     def note_scheduled(self, coordinator, function):
         assert len(self.functions) == function.number
         self.functions.append(function)
@@ -635,10 +638,8 @@ class PlainWorkers(Jobs):
     """Servers that do not die, and workers that do."""
 
     def draw(self):
-        self.clocks, self.in_flight = (
-            {},
-            Counter(),
-        )  # by worker: functions that have ended there, and that run there
+        # By worker: the functions that have ended there, at least and at most, and that run there.
+        self.clocks, self.most, self.in_flight = {}, {}, Counter()
         if self.random.random() < 0.3:
             self.max_staleness = self.random.choice([0, 1, 5])
         if self.random.random() < 0.2:
@@ -649,17 +650,20 @@ class PlainWorkers(Jobs):
     def note_sent(self, coordinator, name, request):
         """With ``max_staleness`` no worker is further ahead of the others, as long as all run without a fault."""
         super().note_sent(coordinator, name, request)
-        slowest = min(self.clocks.values(), default=0)
-        self.clocks.setdefault(name, slowest)
-        ahead = self.clocks[name] + self.in_flight[name] - min(slowest, self.clocks[name])
+        self.most.setdefault(name, min(self.most.values(), default=0))
+        ahead = self.clocks[name] + self.in_flight[name] - min(self.most.values())
         if self.max_staleness is not None and self.kinds is self.mild and not self.disturbances.has_any:
             assert ahead <= self.max_staleness, f"{name} is {ahead} functions ahead, of {self.clocks}"
         self.in_flight[name] += 1
+
+    def note_opened(self, name):
+        self.clocks.setdefault(name, min(self.clocks.values(), default=0))
 
     def note_settled(self, coordinator, action):
         super().note_settled(coordinator, action)
         if action.worker in self.clocks:
             self.clocks[action.worker] += 1
+            self.most[action.worker] += 1
             self.in_flight[action.worker] -= 1
 
     def faults(self):
