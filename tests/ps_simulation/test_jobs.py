@@ -22,7 +22,7 @@ from simulation import runs
         (InRounds, 40),
         (InRoundsWithServers, 20),
         (Continued, 40),
-        (Rewinds, 120),
+        (Rewinds, 90),
         (TwoCopies, 40),
         (BothLost, 30),
     ],
