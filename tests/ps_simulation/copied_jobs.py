@@ -192,6 +192,9 @@ class BothLost(TwoCopies):
 
     def draw(self):
         super().draw()
+        self.dies_sending = self.random.random() < 0.3
+        if self.dies_sending:
+            self.log_entries, self.interval_s = 3, 10.0
         self.makes_variables = self.random.random() < 0.3
         self.function_times = self.random.choice(
             [(0.05, 0.2), (0.2, 0.4)]
@@ -207,8 +210,7 @@ class BothLost(TwoCopies):
             for number in (first, (first + 1) % self.num_servers):
                 at += of_seed.choice([0.0, 0.0, 0.01, 0.5, 3.0]) * of_seed.random()
                 faults.append(self.drawn_fault(at, "restart", ps(number), [], 8.0 * of_seed.random(), when))
-        if of_seed.random() < 0.3:  # a server dies while it sends its state to the other one
-            self.log_entries, self.interval_s = 3, 10.0
+        if self.dies_sending:  # a server dies while it sends its state to the other one
             one, other = of_seed.sample(range(self.num_servers), 2)
             faults.append(Fault(0.0, "cut", (ps(one), ps(other)), on=f"settled {of_seed.randint(5, 15)}"))
             for server in (one, other)[: of_seed.randint(1, 2)]:

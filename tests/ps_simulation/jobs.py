@@ -640,6 +640,9 @@ class PlainWorkers(Jobs):
     def draw(self):
         # By worker: the functions that have ended there, at least and at most, and that run there.
         self.clocks, self.most, self.in_flight = {}, {}, Counter()
+        self.is_cut_often = self.random.random() < 0.4
+        if self.is_cut_often:
+            self.is_held_up = 0.3
         if self.random.random() < 0.3:
             self.max_staleness = self.random.choice([0, 1, 5])
         if self.random.random() < 0.2:
@@ -669,8 +672,8 @@ class PlainWorkers(Jobs):
     def faults(self):
         faults = super().faults()
         of_seed = self.random
-        if of_seed.random() < 0.4 and not self.misses_heartbeats:
-            for _ in range(4):
+        if self.is_cut_often and not self.misses_heartbeats:
+            for _ in range(6):
                 at, on = 0.003 * of_seed.random(), f"answers come {of_seed.randint(1, self.num_functions)}"
                 way = (COORDINATOR, worker(of_seed.randrange(self.num_workers)))
                 faults.append(Fault(at, "cut", way, on=on))

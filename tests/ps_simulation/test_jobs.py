@@ -16,7 +16,7 @@ from simulation import runs
 @pytest.mark.parametrize(
     ("scenario", "num_seeds"),
     [
-        (PlainWorkers, 80),
+        (PlainWorkers, 90),
         (LostServers, 30),
         (WithDatasets, 40),
         (InRounds, 40),
