@@ -190,7 +190,7 @@ class Jobs:
                 when, at = {"on": "job 1"}, of_seed.uniform(0.0, 1.5 * horizon)
             faults.append(self.fault(at, when))
         if self.is_read:
-            for number in range(1, 4):
+            for number in range(1, 9):
                 at = of_seed.choice([0.002, 0.005]) * of_seed.random()
                 faults.append(Fault(at, "interrupt", (COORDINATOR,), on=f"read {number}"))
         if self.adds_by_hand:
