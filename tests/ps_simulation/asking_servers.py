@@ -1,27 +1,31 @@
-"""``AskingServers``: the client of all simulated parameter servers that workers and the coordinator have.
+"""``AskingServers``: the clients of all simulated parameter servers that a worker or the coordinator has.
 
-It does what ``ServerClients`` and ``ServerClient`` do: it asks all servers at once, sends again after a break, and asks the
-other server of a group.
+Real are the rules, ``RequestRules``. A thread of each client reads what comes, and hands it over a little later. So an
+answer may come after its request was given up, by Ctrl-C for example.
 """
 
-import itertools
+import random
 
+from ps_simulation.routines import Reply
 from ps_simulation.task_process import Link
 from ps_simulation.turns import Turns
-from replicax._src.vocabulary.errors import (
-    MessageError,
-    StaleCoordinatorError,
-    UnavailableError,
-    UnknownProgramError,
+from replicax._ps.client.request_rules import (
+    EndRequest,
+    OpenConnection,
+    PauseUntil,
+    RequestRules,
+    SendRequest,
 )
+from replicax._src.vocabulary.errors import ReplicaxError
 
-PAUSES_S = (0.0, 0.2, 1.0)
-TURN_S = 0.1
 CALL_S = 60.0
+LATE_S = 10.0
+IS_SLOW = 0.1  # the share of answers that are handed over later
+HAND_OVER_S = 0.002
 
 
 class AskingServer:
-    """The client of one server, or of the two that hold a group.
+    """The client of one server, or of the two that hold a group: ``ServerClient`` with replies in place of threads.
 
     Args:
       process: The process that asks.
@@ -32,104 +36,96 @@ class AskingServer:
     """
 
     def __init__(self, process, number, incarnation, num_servers, *, returns=False):
-        self.name = f"ps {number}"
+        name = f"ps {number}"
         self.programs = {}  # an ordered set
-        self.returns = returns
         self.turns = Turns()
-        self.is_closed = False
         self._process, self._number, self._incarnation = process, number, incarnation
-        self._peers = [self.name]
-        self._other = f"ps {(number + 1) % num_servers}"
-        self._primary = self._connected_to = self._epoch = 0
+        self._rules = RequestRules(name, self.programs)
+        self._rules.returns = returns
+        self._random = random.Random(f"{process.world.seed} {process.name} asks {name}")
+        self._peers, self._other = [name], f"ps {(number + 1) % num_servers}"
         self._link = None
-        self._pending = None
-
-    @property
-    def is_of_group(self):
-        return len(self._peers) == 2
+        self._request = self._ended = None
+        self._deadline = 0.0
 
     def use_primary(self, primary, epoch):
         """Sets the primary of the group: its first server (0) or its second (1). Ignores an epoch that is over."""
-        if not self.is_of_group:
+        if len(self._peers) == 1:
             self._peers.append(self._other)
-            self.returns = True
-        if epoch < self._epoch:
-            return
-        self._primary, self._epoch = primary, epoch
-        if self._link is not None and self._connected_to != primary:
+            self._rules.replicated()
+        if self._rules.primary_named(primary, epoch) and self._link is not None:
             self._link.close()
 
-    def begin(self, request):
-        """Sends a request, for ``end``."""
-        request = {**request, "incarnation": self._incarnation}
-        if self.is_of_group:
-            request["group"] = self._number
-        self._send(request)
-        return request
-
-    def end(self, request, deadline, may_repeat=True):
-        """Waits for the answer. Raises its error."""
-        pauses = self._pauses() if may_repeat else iter(())
-        stale_at, resent = set(), set()
-        while True:
-            reply = self._pending
-            if self._link is not None:
-                self._link.limit(reply, max(deadline - self._process.world.now, 0.0))
-            try:
-                return (yield reply)
-            except UnknownProgramError as error:
-                if error.digest in resent or error.digest not in self.programs:
-                    raise
-                resent.add(error.digest)
-                yield from self.end(self.begin({"op": "program", "digest": error.digest}), deadline)
-                self._send(request)
-            except (UnavailableError, StaleCoordinatorError) as error:
-                if isinstance(error, StaleCoordinatorError):
-                    stale_at.add(self._connected_to)
-                    if len(stale_at) == len(self._peers):
-                        raise
-                if self._primary == self._connected_to:
-                    self._primary = (self._primary + 1) % len(self._peers)
-                self.disconnect()
-                pause = next(pauses, None)
-                if pause is None or self._process.world.now + pause >= deadline or self.is_closed:
-                    raise self._named(error) from None
-                yield pause
-                self._send(request)
-            except MessageError:
-                self.disconnect()
-                raise
+    def begin(self, request, deadline, may_repeat=True):
+        """Sends a request. Returns the reply."""
+        self._request, self._ended, self._deadline = self._addressed(request), Reply(), deadline
+        ended = self._ended
+        self._carry_out(self._rules.asked(deadline, may_repeat))
+        return ended
 
     def disconnect(self):
-        link, self._link = self._link, None
-        if link is not None:
-            link.close()
+        """Ends the connection, and gives up the request that waits on it."""
+        self._rules.disconnected()
+        self._drop()
 
     def close(self):
-        self.is_closed = True
+        self._rules.closed()
         if self._link is not None:
             self._link.close()
 
-    def _send(self, request):
-        if self._link is None or self._connected_to != self._primary or self._link.is_closed:
-            self.disconnect()
-            self._connected_to = self._primary
-            self._link = Link(self._process, self._peers[self._connected_to], "servers")
-        if self.is_closed:
-            self._link.close()
-        self._pending = self._link.send(request)
+    def _addressed(self, request):
+        group = {"group": self._number} if len(self._peers) == 2 else {}
+        return {**request, "incarnation": self._incarnation, **group}
 
-    def _pauses(self):
-        if not self.returns:
-            return iter(PAUSES_S)
-        if self.is_of_group:
-            return itertools.chain(PAUSES_S[:1], itertools.repeat(TURN_S))
-        return itertools.chain(PAUSES_S, itertools.repeat(PAUSES_S[-1]))
+    def _carry_out(self, action):
+        process = self._process
+        match action:
+            case OpenConnection(number, server):
+                self._drop()
+                self._link = Link(process, self._peers[server], "servers")
+                self._carry_out(self._rules.connected(number))
+            case SendRequest(number, program):
+                request = self._request
+                if program is not None:
+                    request = self._addressed({"op": "program", "digest": program})
+                reply = self._link.call(request, max(self._deadline - process.world.now, 0.0))
+                reply.then(lambda: self._came(number, request, reply))
+            case PauseUntil(number, until):
+                self._drop()
+                process.after(max(until - process.world.now, 0.0), self._time_passed, number)
+            case EndRequest(error, disconnects):
+                latest = max(self._deadline, process.paused_until) + LATE_S
+                assert process.world.now < latest, (
+                    f"a request ends {process.world.now - self._deadline} s too late"
+                )
+                if disconnects:
+                    self._drop()
+                if error is not None:
+                    self._ended.settle(error=error)
 
-    def _named(self, error):
-        if isinstance(error, UnavailableError) and not error.task:
-            return UnavailableError(f"{self.name}: {error}", self.name)
-        return error
+    def _time_passed(self, number):
+        self._carry_out(self._rules.time_passed(number, self._process.world.now))
+
+    def _came(self, number, request, reply):
+        if self._random.random() < IS_SLOW:
+            self._process.after(HAND_OVER_S * self._random.random(), self._take, number, request, reply)
+        else:
+            self._take(number, request, reply)
+
+    def _take(self, number, request, reply):
+        if reply.error is not None:
+            self._carry_out(self._rules.broke(number, reply.error, self._process.world.now))
+            return
+        action = self._rules.answered(number)
+        if isinstance(action, EndRequest):
+            assert request is self._request, f"{self._request} gets the answer to {request}"
+            self._ended.settle(reply.value)
+        self._carry_out(action)
+
+    def _drop(self):
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
 
 
 class AskingServers:
@@ -157,21 +153,29 @@ class AskingServers:
     def ask(self, requests, may_repeat=True):
         """Sends all requests, by server, then receives all answers. Raises the first error."""
         deadline = self._process.world.now + CALL_S
-        taken = []
+        taken = {}
         try:
             for number in sorted(requests):
-                yield self.servers[number].turns.begin()
-                taken.append(number)
-            sent = {number: self.servers[number].begin(request) for number, request in requests.items()}
+                taken[number] = self.servers[number].turns.begin()
+                yield taken[number]
+            sent = {
+                number: self.servers[number].begin(request, deadline, may_repeat)
+                for number, request in requests.items()
+            }
             answers, errors = {}, []
-            for number, request in sent.items():
+            for number, reply in sent.items():
                 try:
-                    answers[number] = yield from self.servers[number].end(request, deadline, may_repeat)
-                except Exception as error:
+                    answers[number] = yield reply
+                except ReplicaxError as error:
                     errors.append(error)
+        except GeneratorExit:  # the caller has gone, and the next requests must not get the answers to these
+            for number, turn in taken.items():
+                if turn.is_done:
+                    self.servers[number].disconnect()
+            raise
         finally:
-            for number in taken:
-                self.servers[number].turns.end()
+            for number, turn in taken.items():
+                self.servers[number].turns.give_up(turn)
         if errors:
             raise errors[0]
         return answers

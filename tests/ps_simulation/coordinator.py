@@ -3,8 +3,8 @@
 from collections import deque
 
 from ps_simulation.asking_servers import AskingServers
-from ps_simulation.integer_store import both
-from ps_simulation.routines import Reply
+from ps_simulation.integer_store import both, by_hand, value_in
+from ps_simulation.routines import Reply, Routine
 from ps_simulation.server_task import ps
 from ps_simulation.task_process import Link, TaskProcess
 from ps_simulation.worker_task import FUNCTIONS
@@ -22,6 +22,8 @@ INCARNATION = "session"
 MOST_AT_ONCE = 2_000  # events at one moment: more are a job that does not come to rest
 HELLO_S = 5.0
 LAGS_S = (0.0, 0.0, 0.0003, 0.002)
+HELD_UP_S = 0.05  # a thread that reads, or a caller's, may get no processor for so long
+MOMENTS = ("status", "hello", "restore", "snapshot", "group")  # requests after which faults may come
 MEETING_S = (0.0, 0.002, 0.02)
 
 
@@ -56,10 +58,14 @@ class Coordinator(TaskProcess):
         self._connections = {}  # worker: number, link
         self._replies = {}  # worker: those that the job has not got, in the order of the requests
         self._waits, self._num_waits = {}, 0
+        self._is_waited_for = set()  # waits that the job has not ended
+        self._read_by = {}  # worker: until when the thread that reads its connection is held up
+        self._reading = None  # what a caller reads from the servers, and its reply
         self._newest = {}  # task: its newest process that has answered, as the job knows
         self._asked = {}  # request: the task, and what it was asked
         self.num_scheduled = 0
         self._num_made = scenario.num_servers
+        self._num_marks = 0
         self.instances = []  # the servers' processes that answered the first hello
 
     # --- the start ----------------------------------------------------------------------------------
@@ -92,7 +98,8 @@ class Coordinator(TaskProcess):
         for number, key in enumerate(scenario.keys):
             self.servers.servers[number].programs[scenario.program] = True
             yield from self.servers.ask({number: {"op": "program", "digest": scenario.program}})
-            request = {"op": "create", "keys": both(key), "number": ("creator", number), "low": 0}
+            keys = [*both(key), by_hand(number)] if scenario.adds_by_hand else both(key)
+            request = {"op": "create", "keys": keys, "number": ("creator", number), "low": 0}
             yield from self.servers.ask({number: request})
         setup = Setup(
             scenario.num_workers,
@@ -166,7 +173,10 @@ class Coordinator(TaskProcess):
                 self._note_process(task, event.answer)
                 truth = event.answer.pop("truth", {})  # for checks; the job must not keep it
                 self.scenario.note_answer(self, task, op, event.answer, truth)
+        last_epoch = self.job_servers.last_epoch
         done = self.job.receive(event, now)
+        if self.job_servers.last_epoch > last_epoch:
+            self.world.moment("epoch")
         if self.job.bug is not None:
             raise self.job.bug
         self._carry_out(done)
@@ -198,6 +208,8 @@ class Coordinator(TaskProcess):
                     accepted = self.job_servers.instances[int(task.split()[1])]
                     self._check_newest(task, accepted, op)
                 self.scenario.note_request(self, action)
+                if op in MOMENTS and task.startswith("ps"):
+                    self.world.moment(f"{op} is asked")
                 self._asked[request] = task, op
                 reply = self.ask(task, {"ask": op, "incarnation": INCARNATION, **header}, timeout_s)
                 self._when_done(request, reply)
@@ -211,6 +223,7 @@ class Coordinator(TaskProcess):
                 link.instance = instance
                 self._connections[name] = number, link
                 self._replies[name] = deque()
+                self.scenario.note_opened(name)
                 link.on_close = lambda: self._broke(name, number, link)
             case actions.CloseWorker(name, number):
                 opened, link = self._connections.pop(name)
@@ -228,8 +241,9 @@ class Coordinator(TaskProcess):
             case actions.Settle():
                 self.scenario.note_settled(self, action)
             case actions.EndWait(wait, error, value):
-                assert wait in self._waits, f"wait {wait} ends, which nobody began, or twice"
-                self._waits.pop(wait).settle((error, value))
+                assert wait in self._is_waited_for, f"wait {wait} ends, which nobody began, or twice"
+                self._is_waited_for.remove(wait)
+                self.after(self._held_up_s(), self._end_wait, wait, error, value)
             case actions.Log(level, text):
                 self.world.trace(f"  LOG {level} {text}")
                 self.scenario.note_log(self, text)
@@ -299,14 +313,33 @@ class Coordinator(TaskProcess):
             reply = replies.popleft()
             answers.append(reply.value if reply.error is None else reply.error)
         if answers:
-            self.post(events.WorkerAnswered(name, number, answers))
+            self.world.moment("answers come")
+            self._post_read(name, events.WorkerAnswered(name, number, answers))
 
     def _is_open(self, name, link):
         return self._connections.get(name, (None, None))[1] is link
 
     def _broke(self, name, number, link):
         self._hand_over(name, number, link)  # what came before
-        self.post(events.WorkerBroke(name, number, link.why_closed))
+        broke = events.WorkerBroke(name, number, link.why_closed)
+        if self.scenario.computing.random() < 0.5:
+            self.post(broke)  # the thread that sends notices it first
+        else:
+            self._post_read(name, broke)
+
+    def _post_read(self, name, event):
+        """Has the thread that reads a connection post an event, perhaps after the connection was given up."""
+        at = max(self.world.now + self._held_up_s(), self._read_by.get((name, event.connection), 0.0))
+        self._read_by = {key: until for key, until in self._read_by.items() if until > self.world.now}
+        self._read_by[name, event.connection] = at
+        if at > self.world.now:
+            self.after(at - self.world.now, self.post, event)
+        else:
+            self.post(event)
+
+    def _held_up_s(self):
+        computing = self.scenario.computing
+        return HELD_UP_S * computing.random() if computing.random() < self.scenario.is_held_up else 0.0
 
     # --- operations of the session ------------------------------------------------------------------
 
@@ -354,6 +387,7 @@ class Coordinator(TaskProcess):
         self._num_waits += 1
         number, ended = self._num_waits, Reply()
         self._waits[number] = ended
+        self._is_waited_for.add(number)
         self.give(events.WaitBegan(number, kind, resource))
         if limit_s is not None and not ended.is_done:
             self.after(limit_s, self._give_up, number)
@@ -364,14 +398,40 @@ class Coordinator(TaskProcess):
 
     def interrupt(self):
         """A caller that waits gets Ctrl-C."""
-        if self._waits:
+        if self._reading is not None:
+            (routine, ended), self._reading = self._reading, None
+            routine.stop()
+            ended.settle(error=WaitTimeoutError("Ctrl-C."))
+        elif self._waits:
             self._give_up(min(self._waits))
+
+    def _end_wait(self, number, error, value):
+        if number in self._waits:
+            self._waits.pop(number).settle((error, value))
 
     def _give_up(self, number):
         ended = self._waits.pop(number, None)
         if ended is not None:
+            self._is_waited_for.discard(number)
             self.give(events.WaitGivenUp(number))
             ended.settle((WaitTimeoutError("The wait is over."), None))
+
+    def read(self):
+        """Reads all counters, as a caller's thread does, until Ctrl-C."""
+        steps = {
+            number: {"op": "step", "closure": None, "pull": both(key)}
+            for number, key in enumerate(self.scenario.keys)
+        }
+        ended = Reply()
+        self._reading = routine, ended = Routine(self, self.servers.ask(steps)), ended
+        routine.result.then(lambda: ended.settle(routine.result.value, routine.result.error))
+        self.world.moment("read")
+        try:
+            answers = yield ended
+        finally:
+            self._reading = None
+        for number, answer in answers.items():
+            value_in(answer["values"], self.scenario.keys[number])
 
     def schedule(self, function):
         """Schedules a function. Returns its number."""
@@ -396,6 +456,21 @@ class Coordinator(TaskProcess):
         self.scenario.made_later[server].append(key)
         self.world.moment("made")
         self.give(events.VariablesMade(number + 1))
+
+    def instance_of(self, name):
+        """Returns the process of a worker that has the open connection; None if there is none."""
+        return self._connections[name][1].instance if name in self._connections else None
+
+    def add_by_hand(self):
+        """Adds to a counter of each server, as a caller's thread does. If the answer is lost, nobody knows if it came."""
+        self._num_marks += 1
+        step = {"op": "step", "closure": None, "mark": self._num_marks, "pull": []}
+        steps = {
+            number: {**step, "program": self.scenario.program, "keys": [by_hand(number)]}
+            for number in range(self.scenario.num_servers)
+        }
+        self.world.moment("added by hand")
+        yield from self.servers.ask(steps, may_repeat=False)
 
     def has_given_up(self, name):
         """True if the job tries to reach a worker no longer."""

@@ -10,6 +10,8 @@ from ps_simulation.server_task import ServerTask, ps
 from ps_simulation.snapshot_jobs import INCLUDED, SLOW_S, check_included
 from ps_simulation.snapshot_writing import TICK_S
 from replicax._ps.store.group_rules import Partner
+from replicax._ps.store.log import Position
+from simulation.world import Fault
 
 WAITS = re.compile(r"Lost ps .*, which had the variables of ps (\d+)\. Waiting")
 RESUMES = re.compile(
@@ -17,6 +19,8 @@ RESUMES = re.compile(
 )
 DETECTION_S = 8.0
 """The loss of a server is noticed, and the other one has its role, within this time."""
+PARTNER_S = 55.0
+"""A group that has lost both servers resumes with one of them only after a longer time."""
 COPIED_S = 8.0
 """A server that is back has a copy of each of its groups again within this time."""
 
@@ -26,11 +30,13 @@ class TwoCopies(Jobs):
 
     has_two_copies = True
     settled_s = 20.0
+    lastings_s = (*Jobs.lastings_s, 90.0)
     most_kept_of_task = 60  # views, and positions of each copy
     server_faults = ("restart", "restart", "restart", "lose host", "cut", "pause", "part", "part one way")
     kinds_of_faults = ("worker",) * 4 + ("server",) * 12 + ("interrupt",) * 2 + ("close",)
     moments = (
         ("settled", 40), ("job", 1), ("meet_worker", 6), ("sent", 40), ("synced", 6), ("use_primaries", 4),
+        ("group is asked", 12), ("group is asked", 12), ("state", 6),
     )  # fmt: skip
 
     def draw(self):
@@ -40,6 +46,28 @@ class TwoCopies(Jobs):
     def __init__(self, seed):
         super().__init__(seed)
         self.memory_losses = []  # when, which server
+
+    def faults(self):
+        faults = super().faults()
+        of_seed = self.random
+        if of_seed.random() < 0.4:
+            faults += self.isolated(ps(of_seed.randrange(self.num_servers)))
+        if of_seed.random() < 0.4:  # servers miss views
+            for number in of_seed.sample(range(1, 13), 4):
+                for server in range(self.num_servers):
+                    at = 0.001 * of_seed.random()
+                    faults.append(Fault(at, "cut", (COORDINATOR, ps(server)), on=f"group is asked {number}"))
+        return faults
+
+    def isolated(self, task):
+        """Draws faults by which a server reaches neither the coordinator nor other servers, but perhaps workers."""
+        of_seed = self.random
+        on, at = f"settled {of_seed.randint(1, 20)}", 0.1 * of_seed.random()
+        lasting_s = of_seed.choice([10.0, 10.0, 90.0]) * of_seed.uniform(0.5, 1.0)
+        for other in (COORDINATOR, *map(ps, range(self.num_servers))):
+            if other != task:
+                yield Fault(at, "part", (task, other), lasting_s, on=on)
+                yield Fault(at, "cut", (task, other), on=on)
 
     @property
     def servers_return(self):
@@ -118,7 +146,8 @@ class TwoCopies(Jobs):
     def reasons_of_failure(self):
         if any(self.is_excused(group) for group in range(self.num_servers)):
             yield "both servers of a group were lost together"
-        yield from super().reasons_of_failure()
+        yield from self.reasons_of_loss()
+        yield from self.reasons_of_silence()
 
     def check_servers(self, world):
         if self.coordinator.groups.lost or any(map(self.lacks, range(self.num_servers))):
@@ -136,7 +165,7 @@ class TwoCopies(Jobs):
 
     def kept_on(self, process):
         for group in process.groups.values():
-            yield from (group.store.windows, group.store.gradients, group.copy)
+            yield from (group.store.rules, group.store.gradients, group.copy)
 
     def check_served(self, view):
         """A group that is not lost has all that was acknowledged, whatever became of the others."""
@@ -158,10 +187,14 @@ class BothLost(TwoCopies):
         # What the primary had when the job heard of it last: at least, and at most.
         self.known = {group: (set(), set()) for group in range(self.num_servers)}
         self.were_lost = set()  # groups of which both servers were lost once
+        self.lost_at = {}  # group: when both of its servers were lost
         self.lost_in = {}  # group: the epoch in which both of its servers were lost
 
     def draw(self):
         super().draw()
+        self.dies_sending = self.random.random() < 0.3
+        if self.dies_sending:
+            self.log_entries, self.interval_s = 3, 10.0
         self.makes_variables = self.random.random() < 0.3
         self.function_times = self.random.choice(
             [(0.05, 0.2), (0.2, 0.4)]
@@ -173,9 +206,16 @@ class BothLost(TwoCopies):
         if of_seed.random() < 0.7:  # both servers of a group, one after the other
             first = of_seed.randrange(self.num_servers)
             when = {"on": f"snapshot {of_seed.randint(2 * self.num_servers, 4 * self.num_servers)}"}
+            at = 0.0
             for number in (first, (first + 1) % self.num_servers):
-                at = of_seed.choice([0.0, 0.01, 0.5, 3.0]) * of_seed.random()
+                at += of_seed.choice([0.0, 0.0, 0.01, 0.5, 3.0]) * of_seed.random()
                 faults.append(self.drawn_fault(at, "restart", ps(number), [], 8.0 * of_seed.random(), when))
+        if self.dies_sending:  # a server dies while it sends its state to the other one
+            one, other = of_seed.sample(range(self.num_servers), 2)
+            faults.append(Fault(0.0, "cut", (ps(one), ps(other)), on=f"settled {of_seed.randint(5, 15)}"))
+            for server in (one, other)[: of_seed.randint(1, 2)]:
+                at = 0.004 * of_seed.random()
+                faults.append(Fault(at, "restart", (ps(server),), of_seed.random(), on="state 1"))
         return faults
 
     def reasons_of_loss(self):
@@ -183,6 +223,16 @@ class BothLost(TwoCopies):
             if self.lacks(group):
                 yield f"no server has group {group}, in memory or from a snapshot"
         yield from self.reasons_of_workers()
+
+    def note_request(self, coordinator, ask):
+        for group, epoch in [*self.lost_in.items()]:
+            if group not in coordinator.groups.lost and coordinator.groups.views[group].epoch == epoch:
+                del self.lost_in[group]  # its primary was silent, and is back with all that it had
+
+    def note_sent(self, coordinator, name, request):
+        super().note_sent(coordinator, name, request)
+        lost = coordinator.groups.lost
+        assert not lost, f"function {request.what} is sent to {name}, and the groups {lost} have no server"
 
     def reasons_of_failure(self):
         yield from self.reasons_of_loss()
@@ -244,12 +294,21 @@ class BothLost(TwoCopies):
             functions = functions - self.had[view.group]
         super().check_copies(view, functions)
 
+    def check_newest(self, group, task, copy):
+        """A group resumes from the newer of its snapshots, if both servers came back soon."""
+        (other,) = {*self.coordinator.groups.members(group)} - {task}
+        snapshot = self.disks[other].newest(f"group {group}")
+        if snapshot is not None and self.world.now - self.lost_at[group] < PARTNER_S:
+            newest, position = Position(*snapshot.position), copy.rules.position
+            assert newest <= position, f"group {group} resumes at {position}, and ps {other} has {newest}"
+
     # --- what the log says --------------------------------------------------------------------------
 
     def note_log(self, coordinator, text):
         super().note_log(coordinator, text)
         if (found := WAITS.search(text)) is not None:
             self.were_lost.add(int(found[1]))
+            self.lost_at[int(found[1])] = self.world.now
             self.lost_in[int(found[1])] = coordinator.groups.views[int(found[1])].epoch
         if (found := RESUMES.search(text)) is None:
             return
@@ -267,6 +326,7 @@ class BothLost(TwoCopies):
             assert least <= num_lost <= most, f"the log says {num_lost}, not {least} to {most}: {text}"
             if INCLUDED.search(text):
                 check_included(self, group, began_with, has, text)
+            self.check_newest(group, task, copy)
             self.lost[group] |= self.had[group] - has
             self.known[group] = began_with, has
         self.lost_in.pop(group, None)

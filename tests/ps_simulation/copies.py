@@ -206,6 +206,9 @@ class Copies:
         self.num_server_faults = 0
         self.done = set()
 
+    def writing_s(self):
+        return self.write_s
+
     def faults(self):
         of_seed, faults = self.random, []
         horizon = 2.0 + self.num_each * self.step_s

@@ -38,6 +38,11 @@ class Disturbances:
         """Records a disturbance."""
         self._all.append(Disturbance(start, start + lasting_s, frozenset(targets)))
 
+    @property
+    def has_any(self):
+        """True if there was a disturbance."""
+        return bool(self._all)
+
     def of(self, name):
         """Returns the disturbances of a process, and of its connections."""
         return [each for each in self._all if name in each.targets]

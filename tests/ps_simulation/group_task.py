@@ -263,6 +263,7 @@ class GroupTask:
                 return brought(False, at)
             self.store = self.server.new_store(self.incarnation)
             self._new = epoch, self.server.new_store(self.incarnation)
+            self.server.world.moment("state")
             self._new[1].take(request["content"], {}, self._new[1].instance)
         store = self._store_for(epoch, at, part)
         if store is None:
@@ -364,8 +365,8 @@ class GroupTask:
 
     @property
     def progress(self):
-        store = self.store
-        return Progress(store.instance, store.num_changes, store.num_created, self.rules.position)
+        rules = self.store.rules
+        return Progress(rules.instance, rules.num_changes, rules.num_created, self.rules.position)
 
     @property
     def holds_counters(self):
@@ -385,7 +386,7 @@ class GroupTask:
             position, at = tuple(self.rules.position), self.server.world.now
         finally:
             self.order.end()
-        yield self.server.scenario.write_s
+        yield self.server.scenario.writing_s()
         self._files.write(content, counters, epoch, position, at, kept_epoch)
         self.server.world.moment("snapshot")
 

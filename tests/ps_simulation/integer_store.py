@@ -1,22 +1,22 @@
-"""``IntegerStore``: what a simulated parameter server holds: counters, and what the real store knows about them.
+"""``IntegerStore``: what a simulated parameter server holds: counters, and ``StoreRules``, as the real store has them.
 
 A counter is a tuple of the numbers of the functions that were added to it, in their order, so that a check can say which
 one is missing or came twice. Its value is its length. A function adds to a counter and to its ``twin``, which is another
 variable: someone who reads two that differ has seen half an update.
 """
 
-from replicax._ps.store.window import Windows
-from replicax._src.vocabulary.errors import (
-    InvalidArgumentError,
-    MessageError,
-    UnavailableError,
-    UnknownProgramError,
-)
+from replicax._ps.store.acceptance_rules import Closure, StoreRules
+from replicax._src.vocabulary.errors import InvalidArgumentError, MessageError, UnknownProgramError
 
 
 def twin(key):
     """Returns the key of the counter that changes together with a counter."""
     return f"{key}, again"
+
+
+def by_hand(server):
+    """Returns the key of the counter of a server to which callers add."""
+    return f"by hand {server}"
 
 
 def both(key):
@@ -31,7 +31,7 @@ def value_in(counters, key):
 
 
 class IntegerStore:
-    """Counters, programs, windows and held gradients.
+    """Counters, programs, held gradients, and the rules of a store.
 
     Args:
       instance: A name that no other store has.
@@ -39,33 +39,28 @@ class IntegerStore:
     """
 
     def __init__(self, instance, owner=None):
-        self.instance, self.owner = instance, owner
-        self.ended = None  # the coordinator, and what it says of the closures that have ended
-        self.clear()
+        self.rules = StoreRules(instance)
+        self._drop_all()
+        if owner is not None:
+            self.rules.hello(owner)
 
-    def clear(self):
-        """Drops everything."""
-        self.counters = {}
-        self.programs = set()
-        self.windows = Windows()
-        self.gradients = {}  # round: closure: its keys
-        self.num_updates = self.num_changes = self.num_created = 0
+    @property
+    def instance(self):
+        return self.rules.instance
 
     def hello(self, incarnation):
         """Gives the store to this coordinator. Data of another one is dropped."""
-        if incarnation != self.owner:
-            self.owner = incarnation
-            self.clear()
+        if self.rules.hello(incarnation):
+            self._drop_all()
 
     def leave(self, instance):
         """Drops everything, and belongs to no coordinator."""
-        self.owner, self.instance = None, instance
-        self.clear()
+        self.rules.leave(instance)
+        self._drop_all()
 
     def answer(self, request):
         """Executes a request; see ``Store.answer``."""
-        if request["incarnation"] != self.owner:
-            raise UnavailableError("The store belongs to another coordinator, or to none.")
+        self.rules.check(request["incarnation"])
         operation = getattr(self, f"_{request['op']}", None)
         if operation is None:
             raise MessageError(f"A parameter server has no operation {request['op']!r}.")
@@ -74,14 +69,13 @@ class IntegerStore:
     # --- operations ---------------------------------------------------------------------------------
 
     def _create(self, request):
-        if self._has_done(request):
+        number = Closure(*request["number"])
+        if self.rules.has_done(number, request["low"]):
             return {"duplicate": True}
         for key in request["keys"]:
             if key not in self.counters:
-                self.counters[key] = ()
-                self.num_created += 1
-                self.num_changes += 1
-        self._did(request)
+                self.put(key, self.rules.created(), ())
+        self.rules.did(number)
         return {}
 
     def _find(self, request):
@@ -92,55 +86,55 @@ class IntegerStore:
         return {}
 
     def _step(self, request):
-        closure, gradients = request["closure"], request.get("gradients")
+        closure = None if request["closure"] is None else Closure(*request["closure"])
+        gradients, low = request.get("gradients"), request.get("low", 0)
         for digest in (request.get("program"), gradients and gradients["program"]):
             if digest is not None and digest not in self.programs:
                 raise UnknownProgramError(f"The parameter server has no program {digest}.", digest)
         for key in request["pull"]:
             self._counter(key)
-        if closure is not None:
-            self.windows.window_of(closure[0]).raise_low(request["low"])
-        if gradients is not None:
-            self._hold(closure, gradients)
+        self.rules.raise_low(closure, low)
+        if gradients is not None and self.rules.holds(closure, gradients["round"]):
+            of_round = self.gradients.setdefault(gradients["round"], {})
+            of_round.setdefault(closure.number, gradients["keys"])
         is_duplicate = False
         if request.get("program") is not None:
-            is_duplicate = self._update(closure, request["keys"])
+            is_duplicate = self.rules.has_done(closure, low)
+            if not is_duplicate:
+                number = request["mark"] if closure is None else closure.number
+                if closure is None:
+                    twice = [key for key in request["keys"] if number in self._counter(key)]
+                    assert not twice, f"what a caller has added comes twice: {number} in {twice}"
+                self._add([number], request["keys"])
+                self.rules.did(closure)
         if request.get("only_apply"):
             return {"duplicate": is_duplicate}
-        values = {key: self._counter(key) for key in request["pull"]}
-        return {"duplicate": is_duplicate, "instance": self.instance, "values": values}
-
-    def _hold(self, closure, gradients):
-        number = gradients["round"]
-        if number not in self.windows.window_of(f"{closure[0]} rounds"):
-            self.gradients.setdefault(number, {}).setdefault(closure[1], gradients["keys"])
-
-    def _update(self, closure, keys):
-        window = self.windows.window_of(closure[0])
-        if closure[1] in window:
-            return True
-        for key in keys:
-            self._counter(key)
-        self._add([closure[1]], keys)
-        window.add(closure[1])
-        return False
+        pulled, known = request["pull"], request.get("known", {})
+        versions = {key: (self.instance, self.versions[key]) for key in pulled}
+        values = {
+            key: self.counters[key] for key in pulled if self.rules.is_new(self.versions[key], known.get(key))
+        }
+        truth = {key: self.counters[key] for key in pulled}  # for checks
+        return {"duplicate": is_duplicate, "versions": versions, "values": values, "truth": truth}
 
     def _apply(self, request):
-        incarnation, number = request["round"]
-        for other in [other for other in self.gradients if other < request["low"]]:
+        number, low = Closure(*request["round"]).round_closure, request["low"]
+        for other in [other for other in self.gradients if other < low]:
             del self.gradients[other]
-        window = self.windows.window_of(f"{incarnation} rounds")
-        window.raise_low(request["low"])
-        if number in window:
+        if self.rules.has_done(number, low):
             return {"duplicate": True}
-        held = self.gradients.pop(number, {})
+        held = self.gradients.pop(number.number, {})
         taken = [closure for closure in request["closures"] if closure in held]
         if taken:
             self._add(taken, held[taken[0]])
-        window.add(number)
+        self.rules.did(number)
         return {"duplicate": False}
 
     # --- contents -----------------------------------------------------------------------------------
+
+    def put(self, key, version, value):
+        """Sets a counter that the store did not have."""
+        self.counters[key], self.versions[key] = value, version
 
     def _counter(self, key):
         if key not in self.counters:
@@ -149,38 +143,32 @@ class IntegerStore:
 
     def _add(self, numbers, keys):
         for key in keys:
-            self.counters[key] = (*self.counters[key], *numbers)
-        self.num_changes += 1
+            self._counter(key)
+        for key in keys:
+            self.put(key, self.rules.changed(self.versions[key]), (*self.counters[key], *numbers))
         self.num_updates += 1
 
-    def _has_done(self, request):
-        client, number = request["number"]
-        window = self.windows.window_of(client)
-        window.raise_low(request["low"])
-        return number in window
-
-    def _did(self, request):
-        client, number = request["number"]
-        self.windows.window_of(client).add(number)
+    def _drop_all(self):
+        self.counters, self.versions = {}, {}
+        self.programs = set()
+        self.gradients = {}  # round: closure: its keys
+        self.num_updates = 0
 
     # --- for a snapshot, or another store -----------------------------------------------------------
 
     def described(self):
         """Returns everything but the counters."""
         return {
-            "incarnation": self.owner,
+            **self.rules.described(),
             "updates": self.num_updates,
-            "windows": self.windows.described(),
+            "versions": dict(self.versions),
             "programs": sorted(self.programs),
             "num_held_gradients": sum(map(len, self.gradients.values())),
         }
 
     def take(self, described, counters, instance):
         """Replaces everything by what was ``described``, with these counters and no program, as another instance."""
-        self.instance, self.owner = instance, described["incarnation"]
-        self.clear()
-        self.counters = dict(counters)
-        self.windows = Windows.of(described["windows"])
-        if self.ended is not None and self.ended[0] == described["incarnation"]:
-            self.windows.window_of(self.ended[0]).end(*self.ended[1:])
+        self._drop_all()
+        self.rules.take(described, instance)
+        self.counters, self.versions = dict(counters), dict(described["versions"])
         self.num_updates = described["updates"]

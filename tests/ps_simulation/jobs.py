@@ -37,6 +37,8 @@ MOST_ON_SERVER = 40
 """The most items in the windows and logs of a server."""
 SETTLED_S = 80.0
 """A server is used again within this time: a request to a host that is lost may take a minute."""
+MOST_PROCESSES = 80
+"""The most processes that servers are in a run; a server that goes back becomes another one."""
 MOST_LENGTHS = 1500
 """The most items in all containers of a job that has ended, with any number of functions; 200 events take part of it."""
 
@@ -92,9 +94,11 @@ class Jobs:
     wild = ("adds",) * 20 + ("reads", "raises", "cannot travel", "refused")
     program = "add"
     makes_variables = False
-    network = {}  # noqa: RUF012 - options of the world, which nobody changes
+    network = {"backoff": 1.0}  # noqa: RUF012 - options of the world, which nobody changes
     server_faults = ("cut", "cut", "pause", "part", "part one way")
     log_entries = 10**6
+    lastings_s = (0.005, 0.1, 1.5, 4.0, 12.0, 40.0)
+    pauses_s = (0.5, 0.5, 0.5, 0.5, 8.0)
 
     def __init__(self, seed):
         of_seed = self.random = random.Random(f"{type(self).__name__} {seed}")
@@ -103,17 +107,31 @@ class Jobs:
         self.num_functions = of_seed.choice([3, 10, 25, 60])
         self.function_times = of_seed.choice([(0.0005,), (0.01, 0.03), (0.2, 0.4)])
         self.write_s = of_seed.choice([0.01, 0.3, 2.0])
+        self.read_s = of_seed.choice([0.0, 0.3])  # the time to restore a snapshot
         self.interval_s = of_seed.choice([1.0, 3.0, 10.0])
         self.capacity = of_seed.choice([2, 10, 1000])
         self.limits = Limits(reconnect_s=200.0, ps_silence_s=60.0)
         self.names = Names()
+        self.making_s = of_seed.choice([0.05, 1.0])  # the time to make a dataset
+        self.is_held_up = of_seed.choice(
+            [0.0, 0.03, 0.3]
+        )  # the share of events for which a thread is held up
         self.draw()
+        self.misses_heartbeats = (
+            "server" in self.kinds_of_faults
+            and not (self.has_snapshots or self.has_two_copies)
+            and of_seed.random() < 0.15
+        )
+        if self.misses_heartbeats:  # so that functions run all the time
+            self.function_times, self.num_functions = (2.0, 4.0), 60
         self.kinds = of_seed.choice([self.mild, self.mild, self.mild, self.wild])
         self.computing = random.Random(f"computing {seed}")
         self.functions = []
         self.settled, self.settled_at = {}, {}
         self.has_ended = False
         self.failures = []  # that callers have got
+        self.kept = None  # the number of a function whose failure no caller has got yet
+        self.gone = []  # tasks that never come back
         self.lost = {}  # server: functions that a process of it had, and the one that took its place has not
         self.num_worker_faults = 0
         self.disturbances = Disturbances()
@@ -126,6 +144,11 @@ class Jobs:
         self.makes_at = of_seed.randrange(self.num_functions) if self.makes_variables else None
         self.disks = [Disk() if self.has_snapshots else None for _ in range(self.num_servers)]
         self.planned = [self.drawn() for _ in range(self.num_functions)]
+        self.pause_s = of_seed.choice(
+            self.pauses_s
+        )  # the longest time between two functions, in which nothing is done
+        self.is_read = of_seed.random() < 0.3
+        self.adds_by_hand = not self.has_snapshots and of_seed.random() < 0.3
 
     def draw(self):
         """Draws what a kind of job needs beside."""
@@ -155,6 +178,8 @@ class Jobs:
 
     def faults(self):
         of_seed, faults = self.random, []
+        if self.misses_heartbeats:
+            return [*self.missed_heartbeats(ps(of_seed.randrange(self.num_servers)))]
         horizon = 1.0 + self.num_functions * self.function_times[-1]
         for _ in range(of_seed.choice([0, 1, 2, 3, 5, 8])):
             if of_seed.random() < 0.6:
@@ -164,14 +189,29 @@ class Jobs:
             else:
                 when, at = {"on": "job 1"}, of_seed.uniform(0.0, 1.5 * horizon)
             faults.append(self.fault(at, when))
+        if self.is_read:
+            for number in range(1, 9):
+                at = of_seed.choice([0.002, 0.005]) * of_seed.random()
+                faults.append(Fault(at, "interrupt", (COORDINATOR,), on=f"read {number}"))
+        if self.adds_by_hand:
+            for number in range(1, 4):
+                way = (COORDINATOR, ps(of_seed.randrange(self.num_servers)))
+                faults.append(Fault(0.003 * of_seed.random(), "cut", way, on=f"added by hand {number}"))
         return faults
+
+    def missed_heartbeats(self, task):
+        """Draws short faults of a task, each of which may cost a heartbeat."""
+        of_seed, at = self.random, 0.0
+        for _ in range(10):  # for longer than the job would wait for a silent task
+            at += of_seed.uniform(8.0, 11.0)
+            yield Fault(at, "pause", (task,), of_seed.uniform(2.0, 2.9), on="job 1")
 
     def fault(self, at, when):
         """Draws one fault."""
         of_seed = self.random
         workers = [worker(number) for number in range(self.num_workers)]
         servers = [ps(number) for number in range(self.num_servers)]
-        lasting = of_seed.choice([0.005, 0.1, 1.5, 4.0, 12.0, 40.0]) * of_seed.random()
+        lasting = of_seed.choice(self.lastings_s) * of_seed.random()
         kind = of_seed.choice(self.kinds_of_faults)
         if kind in ("interrupt", "close"):
             return Fault(at, kind, (COORDINATOR,), **when)
@@ -183,7 +223,14 @@ class Jobs:
         return self.drawn_fault(at, kind, of_seed.choice(servers), others, lasting, when)
 
     def drawn_fault(self, at, kind, target, others, lasting, when):
-        if kind in ("restart", "restart without its disk", "lose host", "pause"):
+        if kind in (
+            "restart",
+            "restart without its disk",
+            "lose host",
+            "pause",
+            "end for ever",
+            "lose for ever",
+        ):
             return Fault(at, kind, (target,), lasting, **when)
         way = [target, self.random.choice([each for each in others if each != target])]
         self.random.shuffle(way)
@@ -194,7 +241,8 @@ class Jobs:
         process = world.processes.get(fault.targets[0])
         self.num_worker_faults += any(name.startswith("worker") for name in fault.targets)
         if fault.kind not in ("interrupt", "close") and process.is_alive:
-            self.disturbances.note(world.now, fault.for_s, fault.targets)
+            lasting_s = fault.for_s * (1.0 + self.network["backoff"] * fault.kind.startswith("part"))
+            self.disturbances.note(world.now, lasting_s, fault.targets)
         match fault.kind:
             case "interrupt":
                 world.trace(f"FAULT {fault}")
@@ -212,6 +260,12 @@ class Jobs:
                         self.disks[process.index] = Disk()
                     world.last_fault = max(world.last_fault, world.now + fault.for_s)
                     world.at(world.now + max(fault.for_s, 0.001), self.restart, world, process)
+            case "end for ever" | "lose for ever":
+                if process.is_alive:
+                    world.trace(f"FAULT {fault}")
+                    self.gone.append(process.name)
+                    self.kill(world, process, "kill" if fault.kind == "end for ever" else "lose host")
+                    world.last_fault = max(world.last_fault, world.now)
             case _:
                 world.inject(fault)
 
@@ -254,10 +308,16 @@ class Jobs:
                 continue  # an earlier failure
             if coordinator.num_scheduled == self.makes_at:
                 self.makes_at = None
-                yield from self.tried(coordinator.make_variable(of_seed.randrange(self.num_servers)))
+                yield from self.asked(coordinator.make_variable(of_seed.randrange(self.num_servers)))
             coordinator.schedule(function)
             if of_seed.random() < 0.3:
-                yield of_seed.choice([0.0, 0.001, 0.05, 0.5]) * of_seed.random()
+                yield of_seed.choice([0.0, 0.001, 0.05, self.pause_s]) * of_seed.random()
+            if self.adds_by_hand and of_seed.random() < 0.2:
+                yield from self.asked(coordinator.add_by_hand())
+            if self.is_read and of_seed.random() < 0.2:
+                for _ in range(3):
+                    if (yield from self.asked(coordinator.read())):
+                        break
             if of_seed.random() < 0.08:
                 limit_s = of_seed.choice([None, 0.01, 1.0])
                 yield from self.tried(coordinator.wait("idle", limit_s=limit_s))
@@ -273,6 +333,7 @@ class Jobs:
             if is_done:
                 missing = set(range(coordinator.num_scheduled)) - set(self.settled)
                 assert not missing, f"join returns, and {sorted(missing)} have not ended"
+                assert self.kept is None, f"join returns, and nobody got the failure of function {self.kept}"
                 return
             if self.world.now > self.world.last_fault + PATIENCE_S:
                 self.is_lost = True
@@ -282,8 +343,15 @@ class Jobs:
     def check_join(self, began, num_left):
         """`join` has ended. It takes not much longer than the functions, after the last fault."""
         took_s = self.world.now - max(began, self.world.last_fault)
-        most_s = self.join_s + num_left * self.longest_function_s
+        most_s = self.join_s + num_left * self.longest_function_s + self.given_up_s
         assert took_s < most_s, f"join takes {took_s} s after the last fault, for {num_left} functions"
+
+    @property
+    def given_up_s(self):
+        """The time after which tasks are given up that never come back."""
+        workers = {worker(number) for number in range(self.num_workers)}
+        of_workers_s = self.limits.reconnect_s if workers <= set(self.gone) else 0.0
+        return of_workers_s + (self.limits.ps_silence_s if set(self.gone) - workers else 0.0)
 
     @property
     def longest_function_s(self):
@@ -298,7 +366,17 @@ class Jobs:
             return False
         except ReplicaxError as error:
             self.failures.append(error)
+            self.kept = None
             self.world.trace(f"  a caller gets {type(error).__name__}: {error}")
+            return False
+        return True
+
+    def asked(self, asking):
+        """Asks the servers. Returns True if that raised nothing: they may be away for a minute, without a failure."""
+        try:
+            yield from asking
+        except ReplicaxError as error:
+            self.world.trace(f"  a caller gets no answer: {error}")
             return False
         return True
 
@@ -322,6 +400,8 @@ class Jobs:
         if self.is_lost:
             return
         kept = lengths_of(self.coordinator.job)
+        num_seen = kept.pop("ServerState._seen", 0) + kept.pop("ServerState._accepted", 0)
+        assert num_seen <= MOST_PROCESSES, f"servers go back again and again: {num_seen} processes"
         num_kept = sum(number for where, number in kept.items() if not where.startswith("EventRecord"))
         most = self.most_kept + self.most_kept_of_task * (self.num_workers + self.num_servers)
         assert num_kept <= most, f"the job keeps {num_kept} items, not {most}: {kept.most_common(12)}"
@@ -332,7 +412,7 @@ class Jobs:
 
     def kept_on(self, process):
         """Returns the objects of a server that know of functions."""
-        return process.store.windows, process.store.gradients
+        return process.store.rules, process.store.gradients
 
     def is_settled(self):
         """True if the job uses the processes of the servers that are there, so that nothing more is to come."""
@@ -352,10 +432,17 @@ class Jobs:
         return self.computing.choice(self.function_times)
 
     def resource_s(self, name):
-        return 0.05
+        return self.making_s
 
     def resource_fails(self, name, index):
         return False
+
+    def resource_kills(self, name):
+        return False
+
+    def writing_s(self):
+        """Returns how long a server writes a snapshot."""
+        return self.write_s * self.computing.uniform(0.4, 1.0)
 
     def traced(self, number, signature):
         yield 0.05
@@ -370,6 +457,9 @@ class Jobs:
 
     def note_answer(self, coordinator, task, op, answer, truth):
         """The job learns what a task has answered, and the task had these counters then."""
+
+    def note_opened(self, name):
+        """The job opens a connection to a worker."""
 
     def note_scheduled(self, coordinator, function):
         assert len(self.functions) == function.number
@@ -408,6 +498,8 @@ class Jobs:
             assert action.answer["number"] == action.number, (
                 f"function {action.number} gets the answer of {action.answer['number']}"
             )
+        elif not isinstance(action.error, CancelledError) and self.kept is None:
+            self.kept = action.number
         coordinator.world.moment("settled")
 
     def note_log(self, coordinator, text):
@@ -424,6 +516,7 @@ class Jobs:
             f"{set(range(number)) - set(self.settled)} have not ended"
         )
         self.check_errors()
+        self.check_failures()
         if self.is_lost:
             self.check_lost()
         if self.coordinator.job is not None:
@@ -451,6 +544,7 @@ class Jobs:
         for server in range(self.num_servers):
             if lacks := self.lacks(server):
                 yield f"nobody has {lacks}"
+        yield from (f"{name} never comes back" for name in self.gone if name.startswith("ps"))
         yield from self.reasons_of_workers()
 
     def reasons_of_workers(self):
@@ -468,6 +562,9 @@ class Jobs:
         """Yields the reasons that were true at some time, for which functions may have failed."""
         yield from self.reasons_of_loss()
         yield from (f"{name} has ended the session" for name in self.ended_sessions)
+        yield from self.reasons_of_silence()
+
+    def reasons_of_silence(self):
         servers = [ps(number) for number in range(self.num_servers)]
         limit_s = self.limits.reconnect_s if self.servers_return else NO_ANSWER_S
         for other in (COORDINATOR, *(worker(number) for number in range(self.num_workers))):
@@ -493,6 +590,12 @@ class Jobs:
                 assert list(self.reasons_of_failure()), text
             else:
                 assert function.ends in ("raises", "refused", "cannot travel"), f"{function.name}: {error!r}"
+
+    def check_failures(self):
+        """Callers get errors only for reasons that are true."""
+        for error in self.failures:
+            if isinstance(error, UnavailableError | StaleCoordinatorError):
+                assert list(self.reasons_of_failure()), f"a caller gets {error!r}"
 
     # --- what the servers have ----------------------------------------------------------------------
 
@@ -535,7 +638,65 @@ class PlainWorkers(Jobs):
     """Servers that do not die, and workers that do."""
 
     def draw(self):
-        if self.random.random() < 0.2:
+        # By worker: the functions that have ended there, at least and at most, and that run there.
+        self.clocks, self.most, self.in_flight = {}, {}, Counter()
+        self.is_cut_often = self.random.random() < 0.4
+        if self.is_cut_often:
+            self.is_held_up = 0.3
+        if self.random.random() < 0.3:
             self.max_staleness = self.random.choice([0, 1, 5])
         if self.random.random() < 0.2:
             self.wild = (*self.wild, "kills")
+        if self.random.random() < 0.3:
+            self.limits = Limits(reconnect_s=15.0, ps_silence_s=60.0)
+
+    def note_sent(self, coordinator, name, request):
+        """With ``max_staleness`` no worker is further ahead of the others, as long as all run without a fault."""
+        super().note_sent(coordinator, name, request)
+        self.most.setdefault(name, min(self.most.values(), default=0))
+        ahead = self.clocks[name] + self.in_flight[name] - min(self.most.values())
+        if self.max_staleness is not None and self.kinds is self.mild and not self.disturbances.has_any:
+            assert ahead <= self.max_staleness, f"{name} is {ahead} functions ahead, of {self.clocks}"
+        self.in_flight[name] += 1
+
+    def note_opened(self, name):
+        self.clocks.setdefault(name, min(self.clocks.values(), default=0))
+
+    def note_settled(self, coordinator, action):
+        super().note_settled(coordinator, action)
+        if action.worker in self.clocks:
+            self.clocks[action.worker] += 1
+            self.most[action.worker] += 1
+            self.in_flight[action.worker] -= 1
+
+    def faults(self):
+        faults = super().faults()
+        of_seed = self.random
+        if self.is_cut_often and not self.misses_heartbeats:
+            for _ in range(6):
+                at, on = 0.003 * of_seed.random(), f"answers come {of_seed.randint(1, self.num_functions)}"
+                way = (COORDINATOR, worker(of_seed.randrange(self.num_workers)))
+                faults.append(Fault(at, "cut", way, on=on))
+        if of_seed.random() < 0.3 and not self.misses_heartbeats:
+            for number in range(self.num_workers):
+                if of_seed.random() < 0.7:
+                    kind, at = of_seed.choice(["end for ever", "lose for ever"]), of_seed.uniform(0.0, 5.0)
+                    faults.append(Fault(at, kind, (worker(number),), on="job 1"))
+        return faults
+
+
+class LostServers(Jobs):
+    """Servers without snapshots and copies, some of which end, or are silent for too long. The job is lost then."""
+
+    kinds_of_faults = ("server",) * 3 + ("worker",)
+    server_faults = ("restart", "end for ever", "lose for ever", "part", "pause", "cut")
+    moments = (("settled", 20), ("sent", 20))
+
+    def draw(self):
+        self.function_times = (0.2, 3.0)
+        self.num_functions = self.random.choice([10, 25])
+
+    def drawn_fault(self, at, kind, target, others, lasting, when):
+        if kind in ("part", "pause") and target.startswith("ps"):
+            lasting = self.random.choice([1.0, 30.0, 100.0]) * self.random.random()
+        return super().drawn_fault(at, kind, target, others, lasting, when)

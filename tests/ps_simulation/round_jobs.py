@@ -1,6 +1,9 @@
 """Jobs that average gradients in rounds."""
 
+from ps_simulation.coordinator import COORDINATOR
 from ps_simulation.jobs import Jobs
+from ps_simulation.server_task import ps
+from simulation.world import Fault
 
 
 class InRounds(Jobs):
@@ -57,3 +60,16 @@ class InRoundsWithServers(InRounds):
     """The same, with faults of servers too, which do not lose their data."""
 
     kinds_of_faults = ("worker",) * 4 + ("server",) * 12 + ("interrupt",) * 2 + ("close",)
+
+    def faults(self):
+        faults = super().faults()
+        of_seed = self.random
+        if of_seed.random() < 0.4:  # a server is not reached again before the coordinator gives a request up
+            on, way = (
+                f"apply_round {of_seed.randint(1, 6)}",
+                (COORDINATOR, ps(of_seed.randrange(self.num_servers))),
+            )
+            at = 0.002 * of_seed.random()
+            faults.append(Fault(at, "part", way, of_seed.uniform(10.0, 30.0), on=on))
+            faults.append(Fault(at, "cut", way, on=on))
+        return faults

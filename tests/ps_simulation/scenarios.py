@@ -2,7 +2,7 @@
 
 from ps_simulation.copied_jobs import BothLost, TwoCopies
 from ps_simulation.copies import Copies
-from ps_simulation.jobs import PlainWorkers
+from ps_simulation.jobs import LostServers, PlainWorkers
 from ps_simulation.resource_jobs import WithDatasets
 from ps_simulation.round_jobs import InRounds, InRoundsWithServers
 from ps_simulation.snapshot_jobs import Continued, Rewinds
@@ -12,6 +12,7 @@ ALL = {
     for each in (
         Copies,
         PlainWorkers,
+        LostServers,
         WithDatasets,
         InRounds,
         InRoundsWithServers,

@@ -137,7 +137,7 @@ class ServerTask(TaskProcess):
 
     def _ask_restore(self, request):
         self.session.check(request["incarnation"])
-        self.store.ended = request["incarnation"], request["stop"], request["unfinished"]
+        self.store.rules.end(request["incarnation"], request["stop"], request["unfinished"])
         return self._go_back(request["epoch"])
 
     def _go_back(self, epoch):
@@ -205,7 +205,7 @@ class ServerTask(TaskProcess):
 
     @property
     def progress(self):
-        return Progress(self.store.instance, self.store.num_changes, self.store.num_created)
+        return Progress(self.store.instance, self.store.rules.num_changes, self.store.rules.num_created)
 
     @property
     def holds_counters(self):
@@ -215,7 +215,7 @@ class ServerTask(TaskProcess):
         """Writes a snapshot of the store as it is now. It is there when it is complete."""
         content, counters = self.store.described(), dict(self.store.counters)
         at = self.world.now
-        yield self.scenario.write_s
+        yield self.scenario.writing_s()
         self._files.write(content, counters, epoch, None, at, kept_epoch)
         self.world.moment("snapshot")
 

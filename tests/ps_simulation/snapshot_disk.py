@@ -51,6 +51,7 @@ class SnapshotFiles:
     def __init__(self, disk, name):
         self._disk, self._name = disk, name
         self.last = None
+        self._num_bases = 0
 
     @property
     def _files(self):
@@ -62,6 +63,8 @@ class SnapshotFiles:
         num_bytes = COUNTER_BYTES * len(counters)
         num_new = CHANGED_BYTES * len(counters)
         before = self.last
+        highest = max((each.epoch for each in files.values()), default=0)
+        assert not epoch or epoch > highest, f"epoch {epoch} is written after epoch {highest}"
         sizes = {each: dict(snapshot.chain)[each] for each, snapshot in files.items()}
         is_base = (
             before is None
@@ -76,6 +79,11 @@ class SnapshotFiles:
         for each in removable(list(files), before, chain, *of_epoch[:1]):
             del files[each]
         self.last = chain
+        self._num_bases += is_base
+        if self._num_bases >= 2:
+            whole = [set(dict(each.chain)) for each in files.values() if set(dict(each.chain)) <= set(files)]
+            are_apart = any(one.isdisjoint(other) for one in whole for other in whole)
+            assert are_apart, f"if one file is damaged, none of the snapshots {sorted(files)} can be restored"
 
     def restore(self, epoch=None):
         """Returns the newest intact snapshot, of that epoch if it is given; None if there is none at all."""
@@ -83,7 +91,7 @@ class SnapshotFiles:
         for number in restore_order(files):
             snapshot = files[number]
             if is_of_epoch(snapshot.epoch, epoch) and all(each in files for each, _ in snapshot.chain):
-                self.last = snapshot.chain
+                self.last, self._num_bases = snapshot.chain, 0  # later files belong to another past
                 return snapshot
         if files:
             raise SnapshotError(f"None of the snapshots {sorted(files)} can be restored.")
@@ -102,5 +110,5 @@ def restored_of(snapshot, store, now):
         "age_s": now - snapshot.at,
         "position": None if snapshot.position is None else list(snapshot.position),
         "num_held_gradients": snapshot.content["num_held_gradients"],
-        "applied": list(store.windows.window_of(incarnation).extent),
+        "applied": list(store.rules.windows.window_of(incarnation).extent),
     }

@@ -10,6 +10,7 @@ from ps_simulation.jobs import SETTLED_S, Jobs
 from ps_simulation.server_task import ServerTask, ps
 from ps_simulation.snapshot_writing import TICK_S
 from ps_simulation.worker_task import worker
+from simulation.world import Fault
 
 RESTARTED = re.compile(r"(ps \d+) restarted from its last snapshot.*: about (\d+) updates")
 INCLUDED = re.compile(
@@ -26,6 +27,7 @@ class Continued(Jobs):
 
     has_snapshots = True
     settled_s = 5.0
+    lastings_s = (*Jobs.lastings_s, 90.0)
     server_faults = ("restart",) * 6 + ("lose host", "lose host", "cut", "pause", "part", "part one way")
     server_faults += ("restart without its disk",)
     kinds_of_faults = ("worker",) * 4 + ("server",) * 12 + ("interrupt",) * 2 + ("close",)
@@ -37,6 +39,7 @@ class Continued(Jobs):
         ("snapshot", 8),
         ("restored", 4),
         ("made", 1),
+        ("status is asked", 6),
     )
 
     def __init__(self, seed):
@@ -55,6 +58,17 @@ class Continued(Jobs):
         self.function_times = self.random.choice(
             [(0.05, 0.2), (0.2, 0.4)]
         )  # so that snapshots come meanwhile
+
+    def faults(self):
+        faults = super().faults()
+        of_seed = self.random
+        if self.makes_at is not None and of_seed.random() < 0.7:  # before a snapshot has a new variable
+            for number in range(self.num_servers):
+                at = of_seed.uniform(0.0, 2.0)
+                faults.append(
+                    self.drawn_fault(at, "restart", ps(number), [], of_seed.random(), {"on": "made 1"})
+                )
+        return faults
 
     def is_settled(self):
         processes = [self.world.processes[ps(number)] for number in range(self.num_servers)]
@@ -130,6 +144,7 @@ class Rewinds(Continued):
     """When a server restarts, all go back to snapshots that they took together."""
 
     on_ps_restart = "rewind"
+    most_kept_of_task = 25  # requests that were given up
     settled_s = 20.0  # all go back after the last fault
 
     def __init__(self, seed):
@@ -138,6 +153,46 @@ class Rewinds(Continued):
         self.last_way_back_at = 0.0
         self.last_death_at = -math.inf  # of any process
         self.has_no_way_back = []  # servers that restarted, and lacked the snapshot to which all should go back
+
+    def draw(self):
+        super().draw()
+        self.num_functions = self.random.choice([10, 25, 60])
+
+    def faults(self):
+        """Draws faults while an epoch is taken, soon after it counts, and on the way back to it."""
+        of_seed = self.random
+        faults = super().faults() if of_seed.random() < 0.3 else []
+        for _ in range(of_seed.choice([1, 2, 3, 4])):
+            name, most = of_seed.choice(self.moments_of_epochs)
+            on = f"{name} {of_seed.randint(self.num_servers if most > 8 else 1, most)}"
+            at = of_seed.choice([0.0, 0.002, 0.3, 2.0]) * of_seed.random()
+            kind = of_seed.choice(["restart"] * 5 + ["lose host", "pause", "cut", "part", "part one way"])
+            lasting = of_seed.choice([0.005, 0.1, 1.5, 12.0]) * of_seed.random()
+            target = ps(of_seed.randrange(self.num_servers))
+            others = [COORDINATOR, COORDINATOR, worker(of_seed.randrange(self.num_workers))]
+            faults.append(self.drawn_fault(at, kind, target, others, lasting, {"on": on}))
+        if of_seed.random() < 0.4:
+            faults += self.late_request()
+        if of_seed.random() < 0.4:  # while another server writes
+            for number in of_seed.sample(range(1, 6), 2):
+                on = f"snapshot is asked {1 + number * self.num_servers}"
+                at = self.write_s * of_seed.uniform(0.1, 0.8)
+                faults.append(Fault(at, "restart", (ps(self.num_servers - 1),), 0.01, on=on))
+        return faults
+
+    def late_request(self):
+        """Draws faults by which a request for a snapshot is given up, and comes late; then servers restart."""
+        of_seed = self.random
+        on = f"status is asked {of_seed.randint(1, 6 * self.num_servers)}"
+        way = (COORDINATOR, ps(of_seed.randrange(self.num_servers)))
+        yield Fault(0.0, "part one way", way, of_seed.uniform(5.0, 9.0), on=on)
+        for _ in range(2):
+            at, target = of_seed.uniform(8.0, 25.0), ps(of_seed.randrange(self.num_servers))
+            yield Fault(at, "restart", (target,), of_seed.random(), on=on)
+
+    moments_of_epochs = (
+        ("epoch", 5), ("epoch", 5), ("snapshot", 12), ("snapshot is asked", 12), ("restore is asked", 6), ("rewound", 2),
+    )  # fmt: skip
 
     def kill(self, world, process, kind):
         super().kill(world, process, kind)

@@ -59,6 +59,7 @@ class SnapshotWriting:
         yield self._turns.begin()
         try:
             self.rules.begins(request)
+            yield self._process.scenario.read_s
             restored = self._kept.restore(epoch)
             self.rules.restored(self._kept.progress, restored)
         finally:

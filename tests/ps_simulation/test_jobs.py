@@ -4,7 +4,7 @@ import pytest
 
 from ps_simulation.container_lengths import lengths_of
 from ps_simulation.copied_jobs import BothLost, TwoCopies
-from ps_simulation.jobs import Jobs, PlainWorkers
+from ps_simulation.jobs import Jobs, LostServers, PlainWorkers
 from ps_simulation.resource_jobs import WithDatasets
 from ps_simulation.round_jobs import InRounds, InRoundsWithServers
 from ps_simulation.server_task import ps
@@ -16,12 +16,13 @@ from simulation import runs
 @pytest.mark.parametrize(
     ("scenario", "num_seeds"),
     [
-        (PlainWorkers, 80),
+        (PlainWorkers, 90),
+        (LostServers, 30),
         (WithDatasets, 40),
         (InRounds, 40),
         (InRoundsWithServers, 20),
         (Continued, 40),
-        (Rewinds, 40),
+        (Rewinds, 90),
         (TwoCopies, 40),
         (BothLost, 30),
     ],

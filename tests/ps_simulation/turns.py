@@ -20,6 +20,13 @@ class Turns:
         self._waiting.append(reply)
         return reply
 
+    def give_up(self, turn):
+        """Ends what ``begin`` has returned, whether it has come or not."""
+        if turn in self._waiting:
+            self._waiting.remove(turn)
+        else:
+            self.end()
+
     def end(self):
         if self._waiting:
             self._waiting.popleft().settle()

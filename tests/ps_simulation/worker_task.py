@@ -41,7 +41,7 @@ class WorkerTask(TaskProcess):
     def _forget(self):
         self.servers = None
         self.programs, self.resources = set(), {}
-        self.epoch, self.values = None, {}
+        self.epoch, self.values, self.versions = None, {}, {}
 
     def start(self):
         self.after(TICK_S, self._watch)
@@ -115,8 +115,12 @@ class WorkerTask(TaskProcess):
 
     def _resource(self, request):
         yield self.scenario.resource_s(request["name"])
+        if self.scenario.resource_kills(request["name"]):
+            self.scenario.note_killed(self)
+            self.end(-11)
+            yield 1.0  # nothing follows
         if self.scenario.resource_fails(request["name"], self.index):
-            raise NotFiniteError(f"{request['name']} cannot be made on {self.name}.")
+            raise NotFiniteError(f"{request['name']} cannot be made on {self.instance}.")
         self.resources[request["name"]] = 0
         return {"spec": f"spec of {request['name']}"}
 
@@ -157,7 +161,7 @@ class WorkerTask(TaskProcess):
     def _pull(self, request):
         if self.epoch != request["epoch"] or request["round"] is not None:
             steps = {
-                number: {"op": "step", "closure": None, "pull": both(key)}
+                number: {"op": "step", "closure": None, "pull": both(key), "known": self.versions}
                 for number, key in enumerate(self.scenario.keys)
             }
             self._take((yield from self.servers.ask(steps)))
@@ -174,6 +178,7 @@ class WorkerTask(TaskProcess):
                 "closure": request["closure"],
                 "low": request["low"],
                 "pull": [] if number is not None else both(key),
+                "known": self.versions,
             }
             if number is None:
                 steps[server] |= {"program": self.scenario.program, "keys": both(key)}
@@ -184,6 +189,9 @@ class WorkerTask(TaskProcess):
 
     def _take(self, answers):
         for number, answer in answers.items():
-            if answer["values"]:
-                key = self.scenario.keys[number]
-                self.values[key] = value_in(answer["values"], key)
+            if answer["truth"]:
+                value_in(answer["truth"], self.scenario.keys[number])
+            self.values |= answer["values"]
+            self.versions |= answer["versions"]
+            for key, value in answer["truth"].items():
+                assert self.values[key] == value, f"{self.name} uses {self.values[key]} for {value} of {key}"

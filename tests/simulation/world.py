@@ -123,12 +123,14 @@ class World:
       delay_s: The median delay of a message.
       slow: The share of messages that take up to a hundred times as long.
       is_even: True if each message takes exactly ``delay_s``.
+      backoff: After a partition a connection that was in use is used again at most so much later, as a share of the
+        partition's time, because its messages are sent again with longer and longer pauses.
       is_traced: True to keep what happens in ``log``.
     """
 
-    def __init__(self, seed, *, delay_s=0.001, slow=0.02, is_even=False, is_traced=False):
+    def __init__(self, seed, *, delay_s=0.001, slow=0.02, is_even=False, backoff=0.0, is_traced=False):
         self.seed, self.now = seed, 0.0
-        self.delay_s, self.slow, self.is_even = delay_s, slow, is_even
+        self.delay_s, self.slow, self.is_even, self.backoff = delay_s, slow, is_even, backoff
         self.processes = {}
         self.log = [] if is_traced else None
         self.num_events = self.num_messages = self.num_ended = 0
@@ -307,10 +309,13 @@ class World:
     def _part(self, way, for_s):
         way = tuple(way)
         self._blocked[way] = self._blocked.get(way, 0) + 1
-        self.at(self.now + for_s, self._join, way)
+        self.at(self.now + for_s, self._join, way, for_s)
 
-    def _join(self, way):
+    def _join(self, way, for_s):
         self._blocked[way] -= 1
         if not self._blocked[way]:
             for connection, function, arguments in self._held.pop(way, []):
+                if self.backoff and connection.last_arrival < self.now:
+                    connection.last_arrival = self.now + self.backoff * for_s * connection.random.random()
+                    self.last_fault = max(self.last_fault, connection.last_arrival)
                 self.transmit(connection, function, *arguments)
