@@ -98,7 +98,7 @@ class ContinuousSaves:
         self._failure = error
         if error.errno != self._errno and agreement.is_chief():
             log.warning(
-                "%s Training continues (continuous=True); further saves try again, and this is logged once.",
+                "%s Training continues, and later saves try again (continuous=True).",
                 error.strerror,
             )
         self._errno = error.errno or 0
