@@ -258,3 +258,24 @@ def test_all_processes_begin_saves_at_the_same_boundaries(monkeypatch, seed):
     began = members.run(run)
     assert began[0] == began[1] == began[2], began
     assert len(began[0]) > 4
+
+
+def test_process_passes_no_boundary_until_it_knows_what_the_others_have_passed(monkeypatch):
+    told, answered = threading.Event(), threading.Event()
+
+    def gather(topic, value, *, once, since):
+        told.set()
+        assert answered.wait(60)
+        return [value, [5, True]]
+
+    monkeypatch.setattr("replicax._src.checkpoint.agreement.gather", gather)
+    saves = ContinuousSaves(lambda: writer.join(60))
+    assert saves.pass_boundary()
+    saves.begin()
+    writer = threading.Thread(target=saves.write, args=(lambda: None, "save 1", Moment()))
+    writer.start()
+    assert told.wait(60)
+    threading.Timer(0.3, answered.set).start()
+    assert not saves.pass_boundary()
+    assert answered.is_set()
+    assert [saves.pass_boundary() for _ in range(4)] == [False, False, False, True]
