@@ -1,11 +1,12 @@
-"""``ContinuousRule``: at which boundaries a manager without an interval begins its saves. Pure: it counts boundaries, and
-knows no clock, thread or disk.
+"""``ContinuousRule``: at which boundaries a manager without an interval begins its saves.
+
+It counts boundaries, and knows no clock, thread or disk.
 
 The processes of a cluster pass the same boundaries, but not at the same time, and learn at different times that a save
 has ended. All begin the next save at the same boundary if each follows two rules:
 
-- After a save has ended, each process tells how many boundaries it has passed. The next save begins after the largest of
-  these numbers.
+- After a save has ended, each process tells how many boundaries it has passed. The next save begins after the largest
+  of these numbers.
 - A process that has told its number passes one more boundary only when it has the numbers of all.
 """
 
@@ -23,7 +24,7 @@ class ContinuousRule:
     """Counts boundaries. A save begins at the first one after the last save has ended.
 
     After failed saves it waits 2, 4, 8 boundaries and so on, so that copies for a full disk do not slow training down.
-    The disk is then tried again before it has been usable for as many boundaries as it was full.
+    A disk that was full for some boundaries is tried again within as many.
 
     Attributes:
       num_passed: The number of boundaries that were passed, the present one included.

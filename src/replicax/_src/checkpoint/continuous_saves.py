@@ -1,4 +1,4 @@
-"""``ContinuousSaves``: the saves of a manager with ``continuous=True``: when they begin, and what happens to failed ones.
+"""``ContinuousSaves``: when the saves of a manager with ``continuous=True`` begin, and what happens to failed ones.
 
 ``continuous_rule.py`` has the rule. Here the background thread that writes tells the training thread that a save has
 ended.

@@ -89,8 +89,8 @@ class CheckpointManager:
         process saves the last boundary at once. This costs the memory of a second copy of the state. Call ``save``
         after each step. Without other processes, and with ``fault_tolerance``, it has no effect.
       continuous: True to save without an interval: call ``save`` after each step, and a save begins at the first call
-        after the last one is on the disk. If the disk is full or read-only, one warning says so, training continues, and
-        later saves try again. ``save(check_interval=False)`` saves the last step.
+        after the last one is on the disk. If the disk is full or read-only, one warning says so, training continues,
+        and later saves try again. ``save(check_interval=False)`` saves the last step.
 
     Raises:
       CheckpointWriteError: The directory cannot be created or is not writable.
