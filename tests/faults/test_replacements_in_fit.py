@@ -75,6 +75,14 @@ def test_replacements_enter_a_fit_anywhere(tmp_path, undisturbed, dies, waits):
     check(tmp_path, undisturbed, FIT, "epochs=3", dies, waits)
 
 
+@pytest.mark.rest
+@pytest.mark.timeout(900)
+def test_replacements_save_continuously_with_the_others(tmp_path, undisturbed):
+    """They get the counts by which all decide when the next save begins."""
+    dies, waits = [(1, "step 2"), (0, "step 8")], ["step 4", "step 10"]
+    check(tmp_path, undisturbed, FIT, "epochs=3, save_freq='continuous'", dies, waits)
+
+
 @pytest.mark.timeout(900)
 def test_replacement_enters_a_loop_with_a_manager(tmp_path, undisturbed):
     check(tmp_path, undisturbed, LOOP, "epochs=3", [(0, "step 3")], ["step 5"])

@@ -69,6 +69,20 @@ def test_tasks_die_between_steps(tmp_path, expected_bits, dies):
 
 @pytest.mark.rest
 @pytest.mark.timeout(400)
+def test_continuous_saves_continue_over_deaths(tmp_path, expected_bits):
+    """The survivors begin the next save at the same boundary, whatever they knew when a task died."""
+    dies = [(0, "writing ckpt-2"), (2, "evaluating after step 10")]
+    with job_in(tmp_path, f"epochs=3, save_freq='continuous', dies={dies}") as job:
+        assert job.wait(SOON_S) == 0, job.text(200)
+    assert dict(job.printed("bits")) == {"worker 1": expected_bits}, job.text(200)
+    paths = [path for path in job.saved.iterdir() if not path.name.startswith(".")]
+    assert len(paths) == 3
+    for path in paths:
+        SavedCheckpoint(path).verify()
+
+
+@pytest.mark.rest
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("preempted", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_sigterm_after_a_death_makes_all_live_tasks_save_and_the_job_resumes_with_all(
     tmp_path, expected_bits, preempted

@@ -2,9 +2,11 @@
 uninterrupted one."""
 
 import contextlib
+import errno
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import keras
@@ -12,6 +14,8 @@ import numpy as np
 import pytest
 
 import replicax as rx
+from replicax._src.checkpoint import writing
+from replicax.checkpoint import CheckpointWriteError
 from replicax.errors import ContextError, InvalidArgumentError, UnsupportedError
 from replicax.keras.callbacks import CheckpointCallback
 
@@ -313,6 +317,88 @@ def test_several_steps_in_one_call(mirrored, tmp_path):
         mirrored, "arrays", tmp_path, dies_after=4, save_freq=4, steps_per_execution=2
     )
     assert len(again.batches) == len(log.batches) - 4
+
+
+class SlowDisk(keras.callbacks.Callback):
+    """Writes of checkpoints end only at the ends of these batches of the training."""
+
+    def __init__(self, monkeypatch, batches):
+        super().__init__()
+        self.batches, self.num_batches, self.saving = batches, 0, None
+        self._released, write_pieces = threading.Semaphore(0), writing.write_pieces
+
+        def write(*args):
+            assert self._released.acquire(timeout=60)
+            return write_pieces(*args)
+
+        monkeypatch.setattr(writing, "write_pieces", write)
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.num_batches += 1
+        if self.num_batches in self.batches:
+            self._released.release()
+            self.saving.manager._background.wait(60, keeps_failure=True)
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch + 1 == EPOCHS:  # the running save, and that of the last epoch's end
+            self._released.release(2)
+
+
+@pytest.mark.quick
+def test_continuous_saves_begin_after_the_first_batch_after_the_last_one_is_durable(
+    one_device, tmp_path, monkeypatch
+):
+    disk, began = SlowDisk(monkeypatch, {3, 4, 8}), []
+    disk.saving = CheckpointCallback(tmp_path, "continuous")
+    save = rx.CheckpointManager.save
+
+    def noted(manager, *args, **how):
+        path = save(manager, *args, **how)
+        if path is not None:
+            began.append(disk.num_batches)
+        return path
+
+    monkeypatch.setattr(rx.CheckpointManager, "save", noted)
+    fit(one_device, "arrays", [disk.saving, disk])
+    assert began == [1, 3, 4, 8, BATCHES * EPOCHS]
+
+
+def test_resumes_from_a_continuous_save(mirrored, tmp_path):
+    assert_goes_on(mirrored, "arrays", tmp_path, dies_after=8, save_freq="continuous")
+
+
+def test_fit_goes_on_while_the_disk_is_full(one_device, tmp_path, monkeypatch, caplog):
+    """The best epochs are saved besides, and the last one when the disk has room again."""
+    write_pieces = writing.write_pieces
+    saving = CheckpointCallback(tmp_path, "continuous", monitor="loss", mode="min")
+    log = Log()
+
+    def write(*args):
+        if 3 <= len(log.batches) < BATCHES * EPOCHS - 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_pieces(*args)
+
+    monkeypatch.setattr(writing, "write_pieces", write)
+    model, history = fit(one_device, "arrays", [log, saving])
+    assert len(history.epoch) == EPOCHS
+    assert caplog.text.count("its disk is full") == 1
+    assert saving.manager.best_checkpoint is not None
+    again = CheckpointCallback(tmp_path, "continuous")
+    resumed, _ = fit(one_device, "arrays", [again])
+    assert again.restored_from == saving.manager.latest_checkpoint
+    for got, wanted in zip(bits(resumed), bits(model), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
+def test_fit_that_ends_while_the_disk_is_full_says_so(one_device, tmp_path, monkeypatch):
+    def write(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(writing, "write_pieces", write)
+    log = Log()
+    with pytest.raises(CheckpointWriteError, match="its disk is full"):
+        fit(one_device, "arrays", [log, CheckpointCallback(tmp_path, "continuous")])
+    assert len(log.epochs) == EPOCHS
 
 
 class OutsideOfScopes:
@@ -689,7 +775,15 @@ def test_preempted_process_saves_and_another_resumes(mirrored, tmp_path):
 @pytest.mark.quick
 def test_unsupported_options_raise(tmp_path):
     manager = rx.CheckpointManager(rx.Checkpoint(), tmp_path)
+    continuous = rx.CheckpointManager(rx.Checkpoint(), tmp_path, continuous=True)
     for arguments, said in (
+        (
+            {"save_freq": "continuous", "local_directory": tmp_path, "local_every": 2},
+            "Remove local_directory",
+        ),
+        ({"save_freq": "continuous", "directory": manager}, "continuous=False, and save_freq='continuous'"),
+        ({"directory": continuous}, "continuous=True, and save_freq='epoch'"),
+        ({"directory": continuous, "save_freq": 2}, "continuous=True, and save_freq=2"),
         ({"save_freq": 0}, "a number of batches of at least 1; got 0"),
         ({"save_freq": "batch"}, "got 'batch'"),
         ({"mode": "best"}, "'auto', 'min' or 'max'; got 'best'"),

@@ -227,3 +227,49 @@ def divided_state(folder, action, num_bytes):
         except ClusterFailureError as error:
             report(died=str(error), after_s=time.monotonic() - began)
         report(left=sorted(os.listdir(folder)))
+
+
+def continuous(folder, saves_on_failure):
+    """A save after each step that is due; one worker's disk is slow, and then full for a while."""
+    import errno
+    import time
+
+    import numpy as np
+
+    import replicax as rx
+    from replicax._src.checkpoint import writing
+    from replicax.testing import report
+
+    strategy = rx.MultiWorkerMirroredStrategy()
+    index = strategy.cluster_resolver.task_id
+    with strategy.scope():
+        weights, step = rx.Variable(np.zeros(4, "float32")), rx.Variable(0)
+    manager = rx.CheckpointManager(
+        rx.Checkpoint(weights=weights, step=step),
+        folder,
+        max_to_keep=2,
+        continuous=True,
+        save_on_failure=saves_on_failure == "True",
+    )
+    write_pieces, began = writing.write_pieces, []
+
+    def write(*args):
+        if index == 1:
+            time.sleep(0.03)
+            if 40 <= int(step) < 80:
+                raise OSError(errno.ENOSPC, "No space left on device")
+        return write_pieces(*args)
+
+    writing.write_pieces = write
+    train = rx.function(lambda: strategy.run(lambda: weights.assign_add(np.ones(4, "float32"))))
+    for number in range(150):
+        train()
+        step.assign_add(1)
+        time.sleep(0.002 * ((number + index) % 3))
+        if manager.save(number + 1) is not None:
+            began.append(number + 1)
+    manager.save(150, check_interval=False)
+    manager.close()
+    kept = [path.rpartition("-")[2] for path in manager.checkpoints]
+    manager.restore_or_initialize()
+    report(began=began, kept=kept, step=int(step), weights=np.asarray(weights).tolist())

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from checkpoints import training
+from checkpoints import continuous, training
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -101,3 +101,15 @@ def test_all_restore_one_checkpoint_or_none_do(first):
         kind = ("CheckpointNotFoundError: worker 1 failed", "CheckpointNotFoundError: There is no")[number]
         assert worker["restoring_missing"].startswith(kind)
         assert worker["untouched"]
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("saves_on_failure", ["False", pytest.param("True", marks=pytest.mark.long)])
+def test_continuous_saves_begin_at_the_same_step_in_all_processes(saves_on_failure, tmp_path, reports_of):
+    """One worker's disk is slow, and full in the steps 40 to 79: training goes on."""
+    first, second = reports_of(continuous, str(tmp_path / "saved"), saves_on_failure)
+    assert first == second
+    assert len(first["began"]) > 5
+    assert first["began"][0] == 1
+    assert first["kept"][-1] == "150"
+    assert (first["step"], first["weights"]) == (150, [150.0] * 4)

@@ -56,6 +56,8 @@ def test_checkpoints_are_saved_at_the_ends_of_epochs(tmp_path):
         assert resumed == history
         with pytest.raises(UnsupportedError, match="with parameter servers"):
             fit(strategy, [CheckpointCallback(tmp_path, 5)])
+        with pytest.raises(UnsupportedError, match=r"save_freq='continuous'\): with parameter servers"):
+            fit(strategy, [CheckpointCallback(tmp_path, "continuous")])
 
 
 def test_epochs_are_written_as_fit_returned_them(tmp_path):

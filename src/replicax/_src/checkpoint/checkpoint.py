@@ -20,6 +20,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -43,6 +44,7 @@ from replicax._src.checkpoint.tracked import Growing, Parts, Trackable, escaped
 from replicax._src.checkpoint.trees import StateLeaf
 from replicax._src.checkpoint.writing import PendingCheckpoint, check_space, new_part, write, write_error
 from replicax._src.cluster.gathered import GatheredValues
+from replicax._src.control.standing import Moment
 from replicax._src.jax_internals import jax_compat
 from replicax._src.lowering.held_state import arrays_of_programs
 from replicax._src.lowering.spmd import BindingGroup
@@ -54,6 +56,25 @@ from replicax._src.vocabulary.errors import CrossReplicaContextError, InvalidArg
 from replicax._src.vocabulary.options import path_of
 
 log = logging.getLogger("replicax")
+
+
+@final
+@dataclass(frozen=True)
+class CopiedState:
+    """The state on the host. A call writes it, in any thread, and returns the number of bytes.
+
+    Attributes:
+      write: Writes it.
+      save: The identity of the save, equal in all processes.
+      moment: The moment at which the save has begun.
+    """
+
+    write: Callable[[], int]
+    save: str = ""
+    moment: Moment = field(default_factory=Moment)
+
+    def __call__(self) -> int:
+        return self.write()
 
 
 @final
@@ -175,7 +196,7 @@ class Checkpoint(Trackable, Growing):
 
     def snapshot(
         self, path: str, *, number: int = 0, metrics: Any = None, is_own: bool = False
-    ) -> Callable[[], int]:
+    ) -> CopiedState:
         """Copies to the host what this process writes. Returns a function that writes it, in any thread. Every process
         calls both. With ``is_own`` each writes a checkpoint of its own, of all that its devices hold.
 
@@ -186,7 +207,7 @@ class Checkpoint(Trackable, Growing):
         tensorstore()
         self._tell_of_unused()
         if (agreement.is_alone() and not agreement.is_chief()) or agreement.is_solo():
-            return lambda: 0
+            return CopiedState(lambda: 0)
         self._buffers.reserve()
         try:
             snapshot = self._agreed(path, is_own, number, metrics)
@@ -200,7 +221,7 @@ class Checkpoint(Trackable, Growing):
             finally:
                 self._buffers.free()
 
-        return run
+        return CopiedState(run, snapshot.contents.save, snapshot.moment)
 
     def _agreed(self, path: str, is_own: bool, number: int, metrics: Any) -> PendingCheckpoint:
         """Returns what will be saved, of which all processes have been told. It communicates once, and once more if the

@@ -31,12 +31,14 @@ from replicax._src.checkpoint.background import Background
 from replicax._src.checkpoint.boundary import Boundary
 from replicax._src.checkpoint.boundary_keeper import BoundaryKeeper
 from replicax._src.checkpoint.carried_values import to_json
-from replicax._src.checkpoint.checkpoint import Checkpoint
+from replicax._src.checkpoint.checkpoint import Checkpoint, CopiedState
+from replicax._src.checkpoint.continuous_saves import ContinuousSaves, check_continuous
 from replicax._src.checkpoint.directory import paths_in, records_in, warn_of_tensorflow
 from replicax._src.checkpoint.errors import (
     CheckpointError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
+    CheckpointWriteError,
     CorruptCheckpointError,
 )
 from replicax._src.checkpoint.load_status import LoadStatus
@@ -86,12 +88,15 @@ class CheckpointManager:
         to the arrays and copies of the Python state, programs do not overwrite them, and after a failure a surviving
         process saves the last boundary at once. This costs the memory of a second copy of the state. Call ``save``
         after each step. Without other processes, and with ``fault_tolerance``, it has no effect.
+      continuous: True to save without an interval: call ``save`` after each step, and a save begins at the first call
+        after the last one is on the disk. If the disk is full or read-only, one warning says so, training continues,
+        and later saves try again. ``save(check_interval=False)`` saves the last step.
 
     Raises:
       CheckpointWriteError: The directory cannot be created or is not writable.
       UnsharedDirectoryError: The processes do not share the directory.
-      InvalidArgumentError: A number is not allowed, ``checkpoint_name`` is a path, or another manager of this process
-        has ``save_on_failure``.
+      InvalidArgumentError: A number is not allowed, ``checkpoint_name`` is a path, another manager of this process has
+        ``save_on_failure``, or ``continuous`` is given with an interval.
       UnsupportedError: With ``save_on_failure``, the processes hold different parts of the state.
       MissingExtraError: tensorstore is not installed.
 
@@ -116,11 +121,21 @@ class CheckpointManager:
         local_directory: str | os.PathLike[str] | None = None,
         local_every: int | None = None,
         save_on_failure: bool = False,
+        continuous: bool = False,
     ):
         if not isinstance(checkpoint, Checkpoint):
             raise InvalidArgumentError(
                 f"CheckpointManager needs an rx.Checkpoint, got {type(checkpoint).__name__}."
             )
+        check_continuous(
+            continuous,
+            {
+                "checkpoint_interval": checkpoint_interval,
+                "local_directory": local_directory,
+                "local_every": local_every,
+                "asynchronous": None if asynchronous else asynchronous,
+            },
+        )
         if checkpoint_interval is not None and step_counter is None:
             raise InvalidArgumentError("`step_counter` should be passed if `checkpoint_interval` is set.")
         if checkpoint_interval is not None and not checkpoint_interval > 0:
@@ -164,6 +179,9 @@ class CheckpointManager:
         agreement.together("opening the directory of checkpoints", self._open)
         self._directory = agreement.shared_directory(self._given_directory)
         self._background = Background(self._directory)
+        self._continuous: ContinuousSaves | None = None
+        if continuous:
+            self._continuous = ContinuousSaves(lambda: self._background.wait(keeps_failure=True))
         if self._given_directory != self._directory:
             log.info(
                 "Checkpoints go to the chief's directory %s, not to %s.",
@@ -206,6 +224,11 @@ class CheckpointManager:
     def checkpoint_interval(self) -> int | None:
         """The least number of steps between two saves."""
         return self._interval
+
+    @property
+    def saves_continuously(self) -> bool:
+        """True if a save begins as soon as the last one is on the disk."""
+        return self._continuous is not None
 
     @property
     def saves_on_failure(self) -> bool:
@@ -255,18 +278,20 @@ class CheckpointManager:
 
         Args:
           checkpoint_number: The number in its name; by default a count. A checkpoint of that number is replaced.
-          check_interval: True to apply ``checkpoint_interval`` and ``local_every``; False to save into ``directory``.
+          check_interval: True to apply ``checkpoint_interval``, ``local_every`` and ``continuous``; False to save into
+            ``directory``.
           metrics: Numbers, by name, for ``best_fn``.
 
         Returns:
           The path at which the checkpoint is, or will be when it is written; None if ``checkpoint_interval`` has not
           passed, and in the replacement of a dead worker before its first step. A path in ``local_directory`` if only
-          ``local_every`` has passed.
+          ``local_every`` has passed. With ``continuous``, None while the last save is not on the disk, or if the disk
+          is full.
 
         Raises:
           CheckpointWriteError: The checkpoint could not be written, or a failure of the previous save has not been
             raised yet.
-            Earlier checkpoints are unchanged.
+            Earlier checkpoints are unchanged. With ``continuous``, only ``wait`` and ``close`` raise it.
           InvalidArgumentError: A metric is not a number, or ``best_fn`` cannot judge the metrics, or the number is
             below 0, or the processes save different objects (raised in all).
             Nothing is saved.
@@ -291,7 +316,7 @@ class CheckpointManager:
         self._agree_on_counts()
         step = self._step()
         self._make_given_directory()
-        if check_interval and self._interval is not None and not self._is_due(step):
+        if check_interval and not self._is_due(step):
             path = self._save_locally(step, checkpoint_number)
             self._mark(checkpoint_number)
             return path
@@ -300,18 +325,37 @@ class CheckpointManager:
         path = os.path.join(self._directory, f"{self._name}-{number}")
         if self._keeper is not None:  # first, because the rest fails if another process has failed
             self._keeper.mark(path, number, is_saved=True, replaced=save_at(path))
-        self.wait()
+        self._background.wait()
         self._tell_of_others(path)
         began = time.perf_counter()
-        write = self._checkpoint.snapshot(path, number=number, metrics=judged)
+        copied = self._copied(path, number, judged)
+        if copied is None:
+            return None
         self._known.add(path)
         self._saved_path = path
         self._statistics["copy_s"] = time.perf_counter() - began
         self._last_step = step
         if self._local is not None:
             self._local.last_step = step
-        self._start(number, lambda: self._write(write))
+        continuous = self._continuous
+        if continuous is None:
+            self._start(number, lambda: self._write(copied))
+        else:
+            self._start(
+                number, lambda: continuous.write(lambda: self._write(copied), copied.save, copied.moment)
+            )
         return path
+
+    def _copied(self, path: str, number: int, metrics: Mapping[str, float] | None) -> CopiedState | None:
+        """Copies the state. Returns None if a continuous save fails at that."""
+        if self._continuous is None:
+            return self._checkpoint.snapshot(path, number=number, metrics=metrics)
+        self._continuous.begin()
+        try:
+            return self._checkpoint.snapshot(path, number=number, metrics=metrics)
+        except CheckpointWriteError as error:
+            self._continuous.note_uncopied(error)
+            return None
 
     def keep_boundaries(self) -> None:
         """Begins ``save_on_failure``, again if the manager was closed. Private; ``fit`` calls it."""
@@ -405,6 +449,7 @@ class CheckpointManager:
             "last_step": self._last_step,
             "local_step": local,
             "known": sorted(self._known),
+            "continuous": None if self._continuous is None else self._continuous.counts(),
         }
 
     def _take_counts(self, counts: Mapping[str, Any]) -> None:
@@ -413,6 +458,8 @@ class CheckpointManager:
         self._known = set(counts["known"])
         if self._local is not None:
             self._local.last_step = counts["local_step"]
+        if self._continuous is not None and counts["continuous"] is not None:
+            self._continuous.take_counts(counts["continuous"])
 
     def _agree_on_counts(self) -> None:
         """Gives the counts of the others to replacements that have taken part since the last save.
@@ -423,6 +470,8 @@ class CheckpointManager:
         if entry is None or entry == self._last_entry:
             return
         self._last_entry = entry
+        if self._continuous is not None:  # its counts change when a save ends
+            self._background.wait(keeps_failure=True)
         of_all = agreement.gather("counts", [self._is_behind, self._counts()])
         self._is_behind = False
         self._take_counts(next((counts for is_behind, counts in of_all if not is_behind), of_all[0][1]))
@@ -517,7 +566,7 @@ class CheckpointManager:
                 path,
             )
 
-    def _write(self, write: Callable[[], int]) -> None:
+    def _write(self, write: CopiedState) -> None:
         began = time.perf_counter()
         self._statistics["num_bytes"] = write()
         self._statistics["num_saved"] += 1
@@ -543,8 +592,11 @@ class CheckpointManager:
             ) from error
 
     def _is_due(self, step: int | None) -> bool:
+        if self._continuous is not None:
+            return self._continuous.pass_boundary()
+        if self._interval is None:
+            return True
         assert step is not None
-        assert self._interval is not None
         return self._last_step is None or step - self._last_step >= self._interval
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -556,6 +608,8 @@ class CheckpointManager:
           ClusterFailureError: Another process is lost.
         """
         self._background.wait(timeout_s)
+        if self._continuous is not None:
+            self._continuous.raise_failure()
 
     def sync(self) -> None:
         """Does the same as ``wait``, under TensorFlow's name."""
@@ -567,7 +621,7 @@ class CheckpointManager:
         It ends ``save_on_failure``. A later ``save`` only saves, with one warning.
         """
         try:
-            self._background.wait()
+            self.wait()
         finally:
             admission = agreement.admission()
             if admission is not None:

@@ -28,6 +28,7 @@ from replicax._src.vocabulary.errors import ContextError, InvalidArgumentError, 
 from replicax._src.vocabulary.options import path_of
 
 _MAX_TO_KEEP: Final = 3
+_CONTINUOUS: Final = "continuous"
 _GROWING: Final = ("acc", "auc", "precision", "recall", "f1", "fbeta", "iou", "r2")
 
 
@@ -52,8 +53,9 @@ class CheckpointCallback(keras.callbacks.Callback):
     Args:
       directory: The directory of the checkpoints, which all processes share; or an ``rx.CheckpointManager``, whose
         checkpoint then also contains the state of ``fit``.
-      save_freq: "epoch" saves at the end of each epoch; a number saves after so many batches. The end of the last epoch
-        is always saved. Training waits for a copy on the host; a thread writes it.
+      save_freq: "epoch" saves at the end of each epoch; a number saves after so many batches; "continuous" saves after
+        the first batch that ends when the last checkpoint is on the disk. The end of the last epoch is always saved.
+        Training waits for a copy on the host; a thread writes it.
       max_to_keep: The number of newest checkpoints that are kept, 3 by default. None keeps all.
       monitor: A name in the logs of epochs. The ``keep_best`` best checkpoints by it are kept too, and the end of each
         epoch is saved.
@@ -70,7 +72,7 @@ class CheckpointCallback(keras.callbacks.Callback):
     Raises:
       InvalidArgumentError: An argument is invalid, or the given manager decides it. In ``fit``: the data,
         ``initial_epoch`` or ``steps_per_execution`` differ from those of the checkpoint.
-      UnsupportedError: In ``fit``: ``save_freq`` is a number with parameter servers, or the callbacks include
+      UnsupportedError: In ``fit``: ``save_freq`` is not "epoch" with parameter servers, or the callbacks include
         ``SwapEMAWeights(swap_on_epoch=True)``.
     """
 
@@ -91,6 +93,12 @@ class CheckpointCallback(keras.callbacks.Callback):
         super().__init__()
         _check(save_freq, mode, termination_config)
         every = save_freq if isinstance(save_freq, int) else None
+        is_continuous = save_freq == _CONTINUOUS
+        if is_continuous and (local_directory is not None or local_every is not None):
+            raise InvalidArgumentError(
+                "CheckpointCallback: local_directory and local_every need a number of batches as save_freq, and save_freq is "
+                "'continuous'. Remove local_directory and local_every to save continuously, or give save_freq a number."
+            )
         self._saving = SavingRules(local_every or every, monitor, termination_config or TerminationConfig())
         self._manager: CheckpointManager | None = None
         self._directory: str | None = None
@@ -102,10 +110,20 @@ class CheckpointCallback(keras.callbacks.Callback):
                     "max_to_keep, best_fn, keep_best, local_directory and save_on_failure to the manager, and leave "
                     "max_to_keep, monitor, local_directory and save_on_failure out here."
                 )
+            if is_continuous != directory.saves_continuously:
+                raise InvalidArgumentError(
+                    "CheckpointCallback was given a CheckpointManager with continuous="
+                    f"{directory.saves_continuously}, and save_freq={save_freq!r}. To save continuously, give "
+                    "continuous=True to the manager and save_freq='continuous' here; otherwise remove both."
+                )
             self._manager = directory
         else:
             self._directory = os.path.abspath(path_of(directory, "directory", "training"))
-        self._rules: dict[str, Any] = {"max_to_keep": max_to_keep, "save_on_failure": save_on_failure}
+        self._rules: dict[str, Any] = {
+            "max_to_keep": max_to_keep,
+            "save_on_failure": save_on_failure,
+            "continuous": is_continuous,
+        }
         if local_directory is not None or local_every is not None:
             self._rules |= {
                 "local_directory": local_directory,
@@ -150,9 +168,10 @@ class CheckpointCallback(keras.callbacks.Callback):
                 "This CheckpointCallback is used by a fit that has not ended. Make another one with another directory."
             )
         only_epochs = not placement_of(strategy).saves_between_batches
-        if only_epochs and self._saving.every is not None:
+        if only_epochs and (self._saving.every is not None or self._rules["continuous"]):
+            save_freq = _CONTINUOUS if self._rules["continuous"] else self._saving.every
             raise UnsupportedError(
-                f"CheckpointCallback(save_freq={self._saving.every}): with parameter servers, workers run batches at "
+                f"CheckpointCallback(save_freq={save_freq!r}): with parameter servers, workers run batches at "
                 "the same time, so training cannot be saved between two batches. Use save_freq='epoch'; "
                 "steps_per_epoch makes epochs shorter."
             )
@@ -221,9 +240,9 @@ class CheckpointCallback(keras.callbacks.Callback):
 
 def _check(save_freq: Any, mode: str, config: Any) -> None:
     is_number = isinstance(save_freq, int) and not isinstance(save_freq, bool)
-    if save_freq != "epoch" and not (is_number and save_freq > 0):
+    if save_freq not in ("epoch", _CONTINUOUS) and not (is_number and save_freq > 0):
         raise InvalidArgumentError(
-            f"CheckpointCallback: save_freq is 'epoch', or a number of batches of at least 1; got {save_freq!r}."
+            f"CheckpointCallback: save_freq is 'epoch', 'continuous', or a number of batches of at least 1; got {save_freq!r}."
         )
     if mode not in ("auto", "min", "max"):
         raise InvalidArgumentError(f"CheckpointCallback: mode is 'auto', 'min' or 'max'; got {mode!r}.")

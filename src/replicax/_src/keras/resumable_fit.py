@@ -205,7 +205,8 @@ class ResumableFit:
         progress, every, before = self._progress, self._rules.every, self._progress.num_batches
         progress.batch, progress.logs = batch + 1, dict(logs or {})
         progress.num_batches += self._steps_per_call
-        if every is not None and progress.num_batches // every > before // every:
+        is_counted = every is not None and progress.num_batches // every > before // every
+        if is_counted or self._manager.saves_continuously:
             self._save()
         else:
             self._manager.mark_boundary()
