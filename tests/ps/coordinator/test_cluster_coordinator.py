@@ -260,12 +260,14 @@ def test_after_ctrl_c_in_schedule_each_function_still_runs_once(
     cluster, coordinator, quick, is_queued, monkeypatch
 ):
     step, _ = quick
-    before = cluster.ps[0].counter
+    before, schedule = cluster.ps[0].counter, coordinator._loop.schedule
 
-    def interrupted(*_):
+    def interrupted(*function):
+        if is_queued:
+            schedule(*function)
         raise KeyboardInterrupt
 
-    where = (coordinator._loop, "_wake") if is_queued else (events_in, "Scheduled")
+    where = (coordinator._loop, "schedule") if is_queued else (events_in, "Scheduled")
     with monkeypatch.context() as patch:
         patch.setattr(*where, interrupted)
         with pytest.raises(KeyboardInterrupt):
