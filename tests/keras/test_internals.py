@@ -29,9 +29,9 @@ def test_installed_keras_has_all_parts_and_the_check_takes_milliseconds_and_no_b
     assert not xla_bridge.backends_are_initialized()
     seconds = []
     for _ in range(5):
-        began = time.perf_counter()
+        began = time.process_time()
         internals.check()
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.process_time() - began)
     assert not xla_bridge.backends_are_initialized()
     print(min(seconds))
     """
