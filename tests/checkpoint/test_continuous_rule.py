@@ -27,7 +27,7 @@ class Process:
         return self.told is None or self.rule.num_passed <= self.told
 
     def pass_boundary(self):
-        self.rule.num_passed += 1
+        self.rule.pass_boundary()
 
     def begin_if_due(self):
         if self.told is None and self.rule.is_due:
@@ -85,12 +85,12 @@ def test_one_process_saves_at_the_first_boundary_after_the_last_save_is_durable(
     """Each save takes so many boundaries until it is durable."""
     rule, began = ContinuousRule(), []
     for length in lengths:
-        rule.num_passed += 1
+        rule.pass_boundary()
         assert rule.is_due
         began.append(rule.num_passed)
         rule.begin()
         for _ in range(length):
-            rule.num_passed += 1
+            rule.pass_boundary()
             assert not rule.is_due, "two saves at once"
         rule.end([rule.num_passed], is_durable=True)
         assert not rule.is_due, "a save that ended between two boundaries"

@@ -13,6 +13,7 @@ from replicax._ps.job.actions_out import (
     SendToWorker,
     Settle,
 )
+from replicax._ps.job.closures import Closure, ClosureQueue
 from replicax._ps.job.events_in import (
     Answered,
     Event,
@@ -26,11 +27,29 @@ from replicax._ps.job.events_in import (
 )
 from replicax._ps.job.limits import Limits
 from replicax._ps.job.machine import Job
-from replicax._ps.job.server_side import NoServers
 from replicax._ps.job.setup import Setup
 from replicax._src.vocabulary.errors import UnavailableError
 
 Kind = TypeVar("Kind")
+
+
+class NoServers:
+    """The side of a job without parameter servers, for tests of the workers' side."""
+
+    def start(self, now: float) -> None:
+        """Starts nothing."""
+
+    def close(self) -> None:
+        """Has nothing to close."""
+
+    def note_failure(self, task: str | None, now: float) -> bool:
+        return False
+
+    def statistics(self) -> dict[str, Any]:
+        return {"ps": {}, "replication": None}
+
+    def primaries_for_workers(self) -> None:
+        return None
 
 
 class Servers(NoServers):
@@ -218,3 +237,12 @@ def connected(num_workers: int = 1, **setup: Any) -> DrivenJob:
 
 def numbers_of(requests: Sequence[tuple[str, Any]]) -> list[Any]:
     return [what for kind, what in requests if kind == "closure"]
+
+
+def queued(
+    queue: ClosureQueue, name: str, work: Any = None, kind: Any = None, round_key: Any = None
+) -> Closure:
+    """Adds the next closure to a queue, and returns it."""
+    closure = Closure(queue.next_number, name, name if kind is None else kind, work, round_key=round_key)
+    queue.add(closure)
+    return closure

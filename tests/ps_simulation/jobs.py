@@ -392,7 +392,6 @@ class Jobs:
             self.check_servers(self.world)
             self.check_kept()
             self.close(coordinator)
-        yield from coordinator.wait("ended")
         coordinator.end(0)
 
     def check_kept(self):

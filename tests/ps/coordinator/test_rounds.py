@@ -10,6 +10,7 @@ import pytest
 
 import replicax as rx
 from checks import message
+from driven_job import queued
 from in_memory_servers import in_memory_strategy
 from replicax._ps.job.closures import ClosureQueue
 from replicax._src.variables.partitioners import FixedShardsPartitioner
@@ -26,7 +27,7 @@ def queue_of(num_averaged, workers="ab", num=8, keys="k"):
     for worker in workers:
         queue.back(worker)
     for n in range(num):
-        queue.schedule("step", n, None, keys[n % len(keys)])
+        queued(queue, "step", n, None, keys[n % len(keys)])
     return queue
 
 
@@ -128,12 +129,12 @@ def test_failures_are_not_counted_and_a_break_ends_all_rounds():
     queue.failed("b", queue.oldest("b"), ValueError())
     assert queue.rounds.num_waiting == 1
     queue.collect()
-    queue.schedule("step", None, None, "k")
+    queued(queue, "step", None, None, "k")
     assert queue.take("b").round == 0  # the one that ended waits for this one
     queue.broke(ValueError())
     assert queue.is_idle
     queue.mended()
-    queue.schedule("step", None, None, "k")
+    queued(queue, "step", None, None, "k")
     assert queue.take("a").round == 1
     assert queue.rounds.low == 1
 

@@ -13,6 +13,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from driven_job import queued
 from replicax._ps.job.closures import CAPACITY, ClosureQueue
 from replicax._src.vocabulary.errors import (
     CancelledError,
@@ -27,7 +28,7 @@ def queue_with(*workers, num=0, **options):
     for worker in workers:
         queue.back(worker)
     for number in range(num):
-        queue.schedule("step", number)
+        queued(queue, "step", number)
     return queue
 
 
@@ -56,8 +57,6 @@ def test_the_queue_is_bounded_as_tensorflows():
     assert CAPACITY == 256 * 1024
     queue = queue_with("a", num=2, capacity=2)
     assert queue.is_full
-    with pytest.raises(AssertionError):
-        queue.schedule("step", None)
     queue.take("a")
     assert not queue.is_full
 
@@ -80,7 +79,7 @@ def test_first_failure_cancels_the_queue_and_is_collected_once():
     assert queue.collect() is first
     assert queue.collect() is None
     assert queue.is_idle
-    assert queue.schedule("step", None).number == 4
+    assert queued(queue, "step", None).number == 4
     assert queue.low == 4
     assert taken(queue, "b") == 4
 
@@ -113,7 +112,7 @@ def test_nothing_is_taken_while_the_queue_is_paused():
     queue.pause("ps 0")
     queue.pause("ps 1")
     assert taken(queue, "a") is None
-    queue.schedule("step", None)
+    queued(queue, "step", None)
     assert queue.finished("a", flying)
     queue.resume("ps 0")
     queue.resume("ps 0")
@@ -153,9 +152,9 @@ def test_a_closure_that_kills_workers_fails_after_three():
 @pytest.mark.parametrize(("kind", "lives"), [("other", 3), ("step", 10)])
 def test_a_closure_of_a_kind_that_has_finished_has_more_lives(kind, lives):
     queue = queue_with("a")
-    queue.schedule("first", None, kind)
+    queued(queue, "first", None, kind)
     queue.finished("a", queue.take("a"))
-    queue.schedule("second", None, "step")
+    queued(queue, "second", None, "step")
     for left in reversed(range(lives)):
         ended = queue.lost("a", [queue.take("a")])
         queue.back("a")
@@ -165,7 +164,7 @@ def test_a_closure_of_a_kind_that_has_finished_has_more_lives(kind, lives):
 
 def test_only_closures_of_a_proven_kind_travel_in_groups():
     queue = queue_with("a", num=4)
-    queue.schedule("other", None)
+    queued(queue, "other", None)
     first = queue.take("a")
     assert first.travels_alone  # none of its kind has finished
     assert queue.take("a").travels_alone
@@ -247,7 +246,7 @@ def test_waiting_worker_gets_queued_closures():
     assert taken(queue, "a") == 0
     assert taken(queue, "a") is None  # b has nothing, and there is one
     assert taken(queue, "b") == 1
-    queue.schedule("step", None)
+    queued(queue, "step", None)
     assert taken(queue, "a") == 2
 
 
@@ -290,7 +289,7 @@ def test_shared_failure_breaks_and_recovers():
     assert queue.low == 3
     queue.mended()
     assert queue.collect() is None
-    assert queue.schedule("step", None).number == 3
+    assert queued(queue, "step", None).number == 3
 
 
 def test_close_cancels_all():
@@ -345,7 +344,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule()
     @precondition(lambda self: not self.queue.has_error and not self.queue.is_full)
     def schedule(self):
-        assert self.queue.schedule("f", None).number == self.count
+        assert queued(self.queue, "f", None).number == self.count
         self.line.append(self.count)
         self.count += 1
 

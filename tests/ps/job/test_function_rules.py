@@ -156,7 +156,7 @@ def test_a_function_that_cannot_run_fails_and_cancels_those_that_are_queued():
     assert isinstance(driven.settled[queued].error, CancelledError)
     late = driven.schedule()  # its caller does not know yet
     assert "after this: no such iterator" in str(driven.settled[late].error)
-    assert driven.ended[driven.wait("failure")].error is error
+    assert driven.ended[driven.wait("done")].error is error
     assert driven.schedule() not in driven.settled
 
 
@@ -225,7 +225,7 @@ def test_a_program_that_the_worker_cannot_load_is_an_error_of_the_function_alone
     refusal = MessageError("too large")
     driven.works({}, refusal, UnknownProgramError("p", "p"))
     assert driven.settled[number].error is refusal
-    assert driven.ended[driven.wait("failure")].error is refusal
+    assert driven.ended[driven.wait("done")].error is refusal
     other = driven.schedule("g", needs=FunctionNeeds())
     driven.works({})
     assert driven.settled[other].error is None
@@ -283,7 +283,7 @@ def test_a_function_that_cannot_be_traced_for_the_last_elements_says_so():
         driven.do(Failed(made.request, error))
         assert type(driven.settled[number].error) is type(error)
         assert str(driven.settled[number].error) == text
-        driven.wait("failure")
+        driven.wait("done")
 
 
 def test_an_error_of_tracing_without_a_text_fails_its_function_alone():
@@ -463,7 +463,7 @@ def test_a_function_whose_dataset_a_worker_could_not_make_fails_with_the_reason(
     assert driven.sent() == [("resource", "dataset 0"), ("closure", number)]
     driven.works(OSError("no such file"), RemoteError("no dataset", "KeyError", "worker 0"))
     assert "could not make dataset 'dataset 0'" in str(driven.settled[number].error)
-    driven.wait("failure")
+    driven.wait("done")
     late = driven.schedule(needs=needs)
     assert isinstance(driven.settled[late].error, ClosureInputError)
     assert driven.sent() == []
@@ -473,7 +473,7 @@ def test_a_function_of_an_unknown_dataset_fails_and_the_worker_gets_the_next_one
     driven = connected()
     number = driven.schedule(needs=FunctionNeeds(resources=("dataset 7",)))
     assert "There is no 'dataset 7' on the workers" in str(driven.settled[number].error)
-    driven.wait("failure")
+    driven.wait("done")
     driven.schedule()
     assert driven.sent() == [("closure", number + 1)]
 
@@ -482,7 +482,7 @@ def test_a_program_that_was_refused_once_and_taken_later_is_sent_again_when_it_i
     driven = connected()
     driven.schedule(needs=PROGRAM)
     driven.works({}, MessageError("too large"), UnknownProgramError("p", "p"))
-    driven.wait("failure")
+    driven.wait("done")
     number = driven.schedule(needs=PROGRAM)
     assert driven.sent() == [("program", "p"), ("closure", number)]
     driven.works({}, UnknownProgramError("p", "p"))

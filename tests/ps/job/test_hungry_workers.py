@@ -3,6 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from driven_job import queued
 from replicax._ps.job.closures import ClosureQueue
 from replicax._ps.job.hungry_workers import HungryWorkers
 from replicax._ps.job.worker_state import WorkerState
@@ -73,7 +74,7 @@ class Workers:
         queue = self.queue
         if what == "schedule":
             for _ in range(number):
-                queue.schedule("f", None, round_key="v")
+                queued(queue, "f", None, round_key="v")
         elif what.startswith("serve"):
             for _ in range(number):
                 self.serve("idle" in what)

@@ -65,7 +65,7 @@ def test_a_worker_that_comes_back_may_succeed():
     needs = FunctionNeeds(resources=("dataset 0",))
     number = driven.schedule(needs=needs)
     assert isinstance(driven.settled[number].error, ClosureInputError)
-    driven.wait("failure")
+    driven.wait("done")
     driven.breaks()
     driven.connect(instance="b")
     driven.works({"spec": 1})

@@ -31,7 +31,7 @@ def test_a_caller_that_waited_for_room_with_others_may_be_over_the_capacity():
     assert list(driven.settled) == numbers
 
 
-@pytest.mark.parametrize("kind", ["room", "failure", "idle"])
+@pytest.mark.parametrize("kind", ["room", "done", "idle"])
 def test_a_failure_is_raised_once_when_nothing_is_in_flight(kind):
     driven = connected(2)
     driven.schedule()
@@ -54,9 +54,9 @@ def test_a_full_queue_ends_with_the_failure():
 
 def test_without_a_failure_a_caller_learns_whether_all_have_ended():
     driven = connected()
-    assert driven.ended[driven.wait("failure")].value is True
+    assert driven.ended[driven.wait("done")].value is True
     driven.schedule()
-    assert driven.ended[driven.wait("failure")].value is False
+    assert driven.ended[driven.wait("done")].value is False
 
 
 def test_a_wait_that_was_given_up_does_not_end_and_takes_no_failure():
@@ -80,9 +80,9 @@ def test_a_failure_that_an_interrupted_caller_has_not_seen_is_kept_for_the_next_
     driven.do(WaitGivenUp(wait))
     late = driven.schedule()
     assert "after this: failed" in str(driven.settled[late].error)
-    assert driven.ended[driven.wait("failure")].error is ERROR
+    assert driven.ended[driven.wait("done")].error is ERROR
     driven.do(WaitGivenUp(wait))
-    assert driven.ended[driven.wait("failure")].error is None
+    assert driven.ended[driven.wait("done")].error is None
 
 
 def test_a_breakage_that_an_interrupted_caller_has_not_seen_is_over_once_it_is_mended():
@@ -103,7 +103,7 @@ def test_callers_see_without_a_wait_whether_there_is_room():
     assert driven.job.room
     driven.works(ERROR)
     assert not driven.job.room
-    driven.wait("failure")
+    driven.wait("done")
     assert driven.job.room
     driven.do(Closed())
     assert not driven.job.room
@@ -161,14 +161,13 @@ def test_the_end_of_the_job_ends_every_wait():
     driven = DrivenJob()
     driven.do(ResourceAdded("dataset 0", "dataset", "read"))
     driven.schedule()
-    waits = {kind: driven.wait(kind) for kind in ("idle", "ended")}
+    waits = {"idle": driven.wait("idle")}
     waits["resource"] = driven.wait("resource", "dataset 0")
     assert not driven.ended
     driven.do(Closed())
     assert driven.ended[waits["idle"]].error is None
-    assert driven.ended[waits["ended"]].error is None
     assert "closed before a worker had made" in str(driven.ended[waits["resource"]].error)
     assert isinstance(driven.ended[driven.wait("room")].error, ContextError)
-    assert driven.ended[driven.wait("failure")].error is None
+    assert driven.ended[driven.wait("done")].error is None
     driven.do(Closed())
     assert driven.of(EndWait) == []

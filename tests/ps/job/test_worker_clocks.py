@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from driven_job import queued
 from replicax._ps.job.closures import ClosureQueue
 
 
@@ -22,7 +23,7 @@ def test_counts_agree_with_loops(seed):
             case 1 | 2:
                 queue.back(worker)
             case 3 | 4:
-                queue.schedule("f", None)
+                queued(queue, "f", None)
                 queue.take(worker)
             case 5 | 6:
                 closure = queue.oldest(worker)

@@ -119,9 +119,8 @@ class Session:
         self.num_made = self._next_key = 0
         self._dropped: deque[_Dropped] = deque()  # by garbage collection, which takes no lock
         self._unwanted: list[_Dropped] = []  # what the servers may have, and nobody uses
-        self._unsure_copies: set[Shard] = (
-            set()
-        )  # those that other programs may use, whose creation has failed
+        # Copies whose creation has failed, and which other programs may use.
+        self._unsure_copies: set[Shard] = set()
         self._num_uses: Counter[tuple[int, str]] = Counter()  # uses of programs, by server and digest
         self._has_warned = False
 

@@ -118,7 +118,7 @@ class JobLoop:
           work: The function; None if it cannot run because of ``error``.
         """
         kind: Hashable = name
-        round_key, needs = None, _NO_NEEDS
+        round_key, needs = None, events.NO_NEEDS
         if work is not None:
             kind, needs = work.kind, work.sendable.needs
             round_key = work.sendable.prepared.round_key
@@ -151,7 +151,7 @@ class JobLoop:
 
     def done(self) -> bool:
         """True if all functions have ended. Raises the failure of an earlier function."""
-        return self._wait("failure", "done()")
+        return self._wait("done", "done()")
 
     def add(self, resource: Resource) -> None:
         """Has all workers make a resource."""
@@ -450,7 +450,7 @@ class JobLoop:
                     resource = self._resources[str(what)]
                     fields, arrays = resource.fields(session.devices_per_worker), [resource.pickle]
                 case "release":
-                    fields = {"op": "release", "names": list(what) if isinstance(what, tuple) else [what]}
+                    fields = {"op": "release", "names": what}
         except Exception as error:
             return error
         fields["incarnation"] = session.incarnation
@@ -498,14 +498,16 @@ class JobLoop:
         self._forget(descriptor)  # of a link that has just ended
         self._readable.add(descriptor)
         self._watched[descriptor] = link
+        link.watched_as = descriptor
 
     def watch_no_more(self, link: WorkerLink) -> None:
-        for descriptor, each in list(self._watched.items()):
-            if each is link:
-                self._forget(descriptor)
+        if link.watched_as is not None:
+            self._forget(link.watched_as)
 
     def _forget(self, descriptor: int) -> None:
-        if self._watched.pop(descriptor, None) is not None:
+        link = self._watched.pop(descriptor, None)
+        if link is not None:
+            link.watched_as = None
             self._readable.remove(descriptor)
 
     def answered(self, link: WorkerLink, answers: Sequence[Answer]) -> None:
@@ -554,9 +556,6 @@ def begin_job(
     if before is None:
         return JobLoop(session, setup, session.instances)
     return JobLoop(session, setup, before.servers.instances, before.servers.next_epoch)
-
-
-_NO_NEEDS: Final = events.FunctionNeeds()
 
 
 @final

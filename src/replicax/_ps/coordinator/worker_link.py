@@ -74,6 +74,9 @@ class WorkerLink:
       connect: Opens the connection, within some seconds.
       owner: The owner.
       threads: Threads for what may block.
+
+    Attributes:
+      watched_as: The descriptor by which the owner watches it; None if it does not. It may be closed already.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class WorkerLink:
         threads: RequestThreads,
     ):
         self.worker, self.number = worker, number
+        self.watched_as: int | None = None
         self._owner, self._threads = owner, threads
         self._link: Link | None = None
         self._is_closed = False

@@ -150,7 +150,7 @@ class EndWait:
     Attributes:
       wait: The number of the wait.
       error: What the caller raises; None if what it waited for has come.
-      value: For "resource", its spec; for "failure", True if all functions have ended.
+      value: For "resource", its spec; for "done", True if all functions have ended.
     """
 
     wait: int

@@ -278,21 +278,6 @@ class ClosureQueue:
 
     # --- events ----------------------------------------------------------------------------------------
 
-    def schedule(self, name: str, work: Any, kind: Hashable = None, round_key: Hashable = None) -> Closure:
-        """Queues a closure. ``kind`` defaults to its name.
-
-        Call it only if the queue is open, not full, and has no error.
-        """
-        assert not self.is_full
-        closure = Closure(self._next_number, name, name if kind is None else kind, work)
-        closure.round_key = round_key
-        self.add(closure)
-        return closure
-
-    def refuse(self, name: str, work: Any, error: BaseException) -> Ended:
-        """Adds a closure that cannot run, and fails it. Call it only when ``schedule`` may be called."""
-        return self.add_failed(Closure(self._next_number, name, name, work), error)
-
     def add(self, closure: Closure) -> None:
         """Queues a closure that has its number. It may be over the capacity, if it was made before the queue was full.
 
@@ -498,6 +483,7 @@ class ClosureQueue:
             )
             return self._cancel(closures, why)
         self._queued.extendleft(reversed(closures))
+        self._requeued &= self._unfinished  # only they count
         self._requeued.update(closure.number for closure in closures)
         self.counts.retried += len(closures)
         return []

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Any, Final, Literal, final
 
 # --- from callers ---------------------------------------------------------------------------------
 
@@ -33,6 +33,9 @@ class FunctionNeeds:
     constants: tuple[str, ...] = ()
     resources: tuple[str, ...] = ()
     num_bytes: int = 0
+
+
+NO_NEEDS: Final = FunctionNeeds()
 
 
 @final
@@ -58,7 +61,7 @@ class Scheduled:
     error: BaseException | None = None
 
 
-WaitKind = Literal["room", "failure", "idle", "resource", "ended"]
+WaitKind = Literal["room", "done", "idle", "resource"]
 
 
 @final
@@ -68,9 +71,9 @@ class WaitBegan:
 
     Attributes:
       wait: The number of the wait; never used again.
-      kind: What it waits for. "room": a function may be queued. "failure": a kept failure may be raised; ends at once
+      kind: What it waits for. "room": a function may be queued. "done": a kept failure may be raised; ends at once
         if there is none, and says if all functions have ended. "idle": all functions have ended. "resource": a worker
-        has made ``resource``, or none can. "ended": the job is closed, and each connection has got its ``CloseWorker``.
+        has made ``resource``, or none can.
       resource: The name of the resource, if ``kind`` is "resource".
     """
 

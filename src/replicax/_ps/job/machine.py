@@ -12,7 +12,7 @@ from replicax._ps.job.function_rules import FunctionRules
 from replicax._ps.job.report import EventRecord
 from replicax._ps.job.resource_rules import ResourceRules
 from replicax._ps.job.round_rules import RoundRules
-from replicax._ps.job.server_side import JobHooks, NoServers, ServerSide
+from replicax._ps.job.server_side import JobHooks, ServerSide
 from replicax._ps.job.setup import Setup
 from replicax._ps.job.shared_state import JobState
 from replicax._ps.job.waits import Waits
@@ -38,22 +38,19 @@ class Job:
       bug: The error of a rule, with the last events in a note; None if there was none.
     """
 
-    def __init__(self, setup: Setup, make_servers: Callable[[JobHooks], ServerSide] = lambda _: NoServers()):
+    def __init__(self, setup: Setup, make_servers: Callable[[JobHooks], ServerSide]):
         self._state = state = JobState(setup)
         self._servers = make_servers(state)
         self._resources = ResourceRules()
         self._functions = FunctionRules(state, self._servers, self._resources)
         self._workers = WorkerRules(state, self._functions, self._servers, self._resources)
-        self._rounds, self._has_rounds = RoundRules(state, self._servers), state.queue.rounds is not None
+        self._rounds = RoundRules(state, self._servers)
         self._waits = Waits(state, self._resources)
         self._record = EventRecord()
         self.bug: BaseException | None = None
         procedures = state.procedures
         self._rules: dict[type, Callable[[Any], object]] = {
-            events.Scheduled: self._functions.scheduled,
-            events.WaitBegan: lambda event: (
-                None
-            ),  # receive has noted it, so that it ends even if a rule raises
+            events.WaitBegan: lambda event: None,
             events.WaitGivenUp: lambda event: self._waits.given_up(event.wait),
             events.ResourceAdded: self._workers.add_resource,
             events.ResourceDropped: lambda event: self._workers.drop_resource(event.name),
@@ -88,29 +85,28 @@ class Job:
           event: The event.
           now: The time, in seconds, at least that of the previous event.
         """
-        if self.bug is not None:
-            return self._refuse(event)
-        self._state.now = now
         if isinstance(event, events.Scheduled):
-            self._state.unsettled.add(event.number)
-        elif isinstance(event, events.WaitBegan):
-            self._waits.began(event)
-        kind = type(event)
+            return self.receive_scheduled((event,), now)
+        if self.bug is not None:
+            return [EndWait(event.wait, self.bug)] if isinstance(event, events.WaitBegan) else []
+        self._state.now = now
+        if isinstance(event, events.WaitBegan):
+            self._waits.began(event)  # so that it ends even if a rule raises
         try:
             self._record.add(event, now)
-            self._rules[kind](event)
-            self._follow(only_idle=kind is events.Scheduled)
+            self._rules[type(event)](event)
+            self._follow()
         except Exception as error:
             self._end_with(error)
         return self._state.taken_actions()
 
     def receive_scheduled(self, several: Sequence[events.Scheduled], now: float) -> list[Action]:
-        """Takes functions that were scheduled one after another, as ``receive`` does.
+        """Takes functions that were scheduled one after another, and returns the actions as ``receive`` does.
 
         It looks once, at the end, for what else is possible, such as the end of a wait.
         """
-        if self.bug is not None or len(several) == 1:
-            return [action for event in several for action in self.receive(event, now)]
+        if self.bug is not None:
+            return [Settle(event.number, self.bug) for event in several]
         self._state.now = now
         self._state.unsettled.update([event.number for event in several])
         try:
@@ -186,14 +182,14 @@ class Job:
         """The number of the next round."""
         return self._state.queue.next_round
 
-    def _follow(self, *, only_idle: bool) -> None:
+    def _follow(self, *, only_idle: bool = False) -> None:
         """Does what an event has made possible."""
         state, procedures, queue = self._state, self._state.procedures, self._state.queue
         procedures.wake(state.now)
         while True:
             if queue.num_queued:
                 self._functions.feed(only_idle=only_idle)
-            if self._has_rounds:
+            if queue.rounds is not None:
                 self._rounds.look()
             if state.has_new_primaries:
                 state.has_new_primaries = False
@@ -227,13 +223,3 @@ class Job:
             state.act(Settle(number, error))
         self._waits.fail(error)
         self._workers.close()
-
-    def _refuse(self, event: events.Event) -> list[Action]:
-        """Answers a caller after a bug. A job that has one needs no end."""
-        match event:
-            case events.Scheduled(number=number):
-                return [Settle(number, self.bug)]
-            case events.WaitBegan(wait=wait, kind=kind):
-                return [EndWait(wait, None if kind == "ended" else self.bug)]
-            case _:
-                return []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Protocol, final
+from typing import Any, Protocol
 
 from replicax._ps.job.procedures import Procedures
 from replicax._ps.job.setup import Setup
@@ -122,23 +122,3 @@ class JobHooks(Protocol):
     def tell_workers_primaries(self) -> None:
         """Tells all connected workers ``primaries_for_workers``, soon. Does not wait."""
         ...
-
-
-@final
-class NoServers:
-    """The side of a job without parameter servers, for tests of the workers' side."""
-
-    def start(self, now: float) -> None:
-        """Starts nothing."""
-
-    def close(self) -> None:
-        """Has nothing to close."""
-
-    def note_failure(self, task: str | None, now: float) -> bool:
-        return False
-
-    def statistics(self) -> dict[str, Any]:
-        return {"ps": {}, "replication": None}
-
-    def primaries_for_workers(self) -> None:
-        return None

@@ -47,9 +47,9 @@ class Waits:
                 self._state.act(end)
 
     def fail(self, error: BaseException) -> None:
-        """Ends all waits with an error; those for the end without one."""
-        for wait in self._waits.values():
-            self._state.act(EndWait(wait.wait, None if wait.kind == "ended" else error))
+        """Ends all waits with an error."""
+        for wait in self._waits:
+            self._state.act(EndWait(wait, error))
         self._waits.clear()
 
     def _end_of(self, wait: WaitBegan) -> EndWait | None:
@@ -59,13 +59,11 @@ class Waits:
             case "resource":
                 outcome = self._resources.outcome(wait.resource)
                 return None if outcome is None else EndWait(wait.wait, outcome.error, outcome.spec)
-            case "ended":
-                return EndWait(wait.wait) if queue.is_closed else None
             case _ if queue.has_error:
                 return self._end_with_failure(wait.wait) if queue.is_idle else None
             case "idle":
                 return EndWait(wait.wait) if queue.is_idle else None
-            case "failure":
+            case "done":
                 return EndWait(wait.wait, value=queue.is_idle)
             case "room" if queue.is_closed:
                 return EndWait(wait.wait, ContextError("This ClusterCoordinator is closed. Make a new one."))

@@ -9,13 +9,12 @@ from typing import Any, Final, NamedTuple, final
 
 from replicax._ps.job.actions_out import ToWorker
 from replicax._ps.job.closures import Closure
-from replicax._ps.job.events_in import FunctionNeeds
+from replicax._ps.job.events_in import NO_NEEDS, FunctionNeeds
 
 _DEPTH: Final = 2  # functions in flight; 1 if they are slow
 _FAST_DEPTHS: Final = 8, 32  # more for faster ones, so that all are done within _FLIGHT_S
 _FAST_S, _SLOW_S, _FLIGHT_S = 0.001, 0.1, 0.008
 _WEIGHT, _MOST_WEIGHT = 0.1, 0.5
-_NOTHING: Final = FunctionNeeds()
 
 
 class Unanswered(NamedTuple):
@@ -130,7 +129,7 @@ class WorkerState:
 
     def sent(self, request: ToWorker, closure: Closure | None, group: int, now: float) -> None:
         """Records a request."""
-        needs: FunctionNeeds = _NOTHING if closure is None else closure.work
+        needs: FunctionNeeds = NO_NEEDS if closure is None else closure.work
         self.unanswered.append(Unanswered(request, closure, group, now, needs))
         self.num_bytes_unanswered += needs.num_bytes
 

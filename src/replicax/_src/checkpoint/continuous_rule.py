@@ -40,6 +40,10 @@ class ContinuousRule:
         """True if a save begins at the present boundary."""
         return self._next is not None and self.num_passed >= self._next
 
+    def pass_boundary(self) -> None:
+        """Notes the next boundary."""
+        self.num_passed += 1
+
     def begin(self) -> None:
         """Notes that a save begins, due or not."""
         self._next = None

@@ -42,7 +42,7 @@ class ContinuousSaves:
         next save, which takes one message to the controller and back.
         """
         with self._lock:
-            self._rule.num_passed += 1
+            self._rule.pass_boundary()
             is_agreeing = self._is_agreeing
         if is_agreeing:
             self._wait()
