@@ -333,7 +333,7 @@ class Coordinator(TaskProcess):
         self._read_by = {key: until for key, until in self._read_by.items() if until > self.world.now}
         self._read_by[name, event.connection] = at
         if at > self.world.now:
-            self.after(at - self.world.now, self.post, event)
+            self.world.at(at, self.world.deliver, self, self.post, event)  # exactly then: the order must stay
         else:
             self.post(event)
 

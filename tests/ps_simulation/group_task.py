@@ -141,9 +141,9 @@ class GroupTask:
             yield from self._wait_for_room(world.now + ROOM_S)
         try:
             yield from self._wait(ordered.place, until)
-        finally:
-            if self.copy.log.get(entry.position.seq) is entry:
-                self._own(entry)
+        except ReplicaxError as failure:
+            error = failure
+        self._own(entry)
         if error is not None:
             raise error
         return answer
