@@ -243,7 +243,10 @@ class Coordinator(TaskProcess):
             case actions.EndWait(wait, error, value):
                 assert wait in self._is_waited_for, f"wait {wait} ends, which nobody began, or twice"
                 self._is_waited_for.remove(wait)
-                self.after(self._held_up_s(), self._end_wait, wait, error, value)
+                held_up_s = self._held_up_s()
+                if error is not None and held_up_s:
+                    self.world.moment("failure waits")
+                self.after(held_up_s, self._end_wait, wait, error, value)
             case actions.Log(level, text):
                 self.world.trace(f"  LOG {level} {text}")
                 self.scenario.note_log(self, text)

@@ -1,14 +1,16 @@
 """Jobs whose servers have two copies of each group, without and with snapshots."""
 
+import random
 import re
 
 from ps_simulation.asking_servers import CALL_S
 from ps_simulation.coordinator import COORDINATOR
 from ps_simulation.integer_store import value_in
 from ps_simulation.jobs import Jobs
-from ps_simulation.server_task import ServerTask, ps
+from ps_simulation.server_task import SILENCE_S, ServerTask, ps
 from ps_simulation.snapshot_jobs import INCLUDED, SLOW_S, check_included
 from ps_simulation.snapshot_writing import TICK_S
+from ps_simulation.worker_task import worker
 from replicax._ps.store.group_rules import Partner
 from replicax._ps.store.log import Position
 from simulation.world import Fault
@@ -46,8 +48,14 @@ class TwoCopies(Jobs):
     def __init__(self, seed):
         super().__init__(seed)
         self.memory_losses = []  # when, which server
+        self.is_forgotten = not self.has_snapshots and random.Random(f"forgotten {seed}").random() < 0.1
+        if self.is_forgotten:  # so that functions run all the time
+            self.function_times = (2.0, 4.0)
+            self.planned = [self.drawn() for _ in range(28 * self.num_workers)]
 
     def faults(self):
+        if self.is_forgotten:
+            return [*self.forgotten(self.random.randrange(self.num_servers))]
         faults = super().faults()
         of_seed = self.random
         if of_seed.random() < 0.4:
@@ -58,6 +66,17 @@ class TwoCopies(Jobs):
                     at = 0.001 * of_seed.random()
                     faults.append(Fault(at, "cut", (COORDINATOR, ps(server)), on=f"group is asked {number}"))
         return faults
+
+    def forgotten(self, server):
+        """Draws faults by which a server ends the session, and workers that cannot reach the other copies ask it."""
+        of_seed = self.random
+        lasting_s = SILENCE_S + of_seed.uniform(8.0, 12.0)
+        kind = of_seed.choice(["part", "part one way"])
+        yield Fault(0.1 * of_seed.random(), kind, (COORDINATOR, ps(server)), lasting_s, on="job 1")
+        for number in range(self.num_workers):
+            for other in {(server - 1) % self.num_servers, (server + 1) % self.num_servers}:
+                at = SILENCE_S + of_seed.uniform(3.0, 7.0)
+                yield Fault(at, "cut", (worker(number), ps(other)), on="job 1")
 
     def isolated(self, task):
         """Draws faults by which a server reaches neither the coordinator nor other servers, but perhaps workers."""

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from ps_simulation.container_lengths import lengths_of
-from ps_simulation.coordinator import COORDINATOR, Coordinator
+from ps_simulation.coordinator import COORDINATOR, HELD_UP_S, Coordinator
 from ps_simulation.disturbances import Disturbances
 from ps_simulation.integer_store import both, value_in
 from ps_simulation.names import Names
@@ -681,6 +681,10 @@ class PlainWorkers(Jobs):
                 if of_seed.random() < 0.7:
                     kind, at = of_seed.choice(["end for ever", "lose for ever"]), of_seed.uniform(0.0, 5.0)
                     faults.append(Fault(at, kind, (worker(number),), on="job 1"))
+        if of_seed.random() < 0.5:  # before a caller's thread, which is held up, hears of a failure
+            for number in range(1, 5):
+                at = 0.3 * HELD_UP_S * of_seed.random()
+                faults.append(Fault(at, "interrupt", (COORDINATOR,), on=f"failure waits {number}"))
         return faults
 
 
