@@ -622,3 +622,11 @@ def test_process_that_has_nothing_is_not_the_primary_of_a_position():
     )
     assert not fresh.is_primary
     assert fresh.take(View(0, 4, 0, 1, is_joining=True))
+
+
+def test_process_that_missed_the_first_view_lacks_updates():
+    """It began with the snapshots of other groups, and the coordinator does not know yet that it restarted."""
+    fresh = GroupRules(0)
+    message(InvalidArgumentError, lambda: fresh.take(View(0, 2, 0, None)), "lacks updates")
+    assert not fresh.is_primary
+    assert GroupRules(0).take(View(0, 1, 0, 1))

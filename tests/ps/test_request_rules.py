@@ -449,6 +449,18 @@ def test_a_group_is_asked_until_the_deadline():
     assert 50 <= num_tries <= 52
 
 
+def test_a_group_with_one_stale_server_is_unavailable_at_the_deadline(pair):
+    pair.now = 59.95
+    pair.broke()
+    pair.waits(0.0)
+    pair.connects_to(1)
+    pair.broke(STALE)
+    error, disconnects = pair.action
+    assert isinstance(error, UnavailableError)  # a StaleCoordinatorError would end the job
+    assert str(STALE) in str(error)
+    assert disconnects
+
+
 # --- the end ----------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,6 @@ from ps_simulation.snapshot_jobs import INCLUDED, SLOW_S, check_included
 from ps_simulation.snapshot_writing import TICK_S
 from ps_simulation.worker_task import worker
 from replicax._ps.store.group_rules import Partner
-from replicax._ps.store.log import Position
 from simulation.world import Fault
 
 WAITS = re.compile(r"Lost ps .*, which had the variables of ps (\d+)\. Waiting")
@@ -208,6 +207,10 @@ class BothLost(TwoCopies):
         self.were_lost = set()  # groups of which both servers were lost once
         self.lost_at = {}  # group: when both of its servers were lost
         self.lost_in = {}  # group: the epoch in which both of its servers were lost
+        self.dies_writing = random.Random(f"dies writing {seed}").random() < 0.2
+        if self.dies_writing:  # so that snapshots come meanwhile
+            self.interval_s = 1.0
+            self.planned = [self.drawn() for _ in range(40)]
 
     def draw(self):
         super().draw()
@@ -220,6 +223,8 @@ class BothLost(TwoCopies):
         )  # so that snapshots come meanwhile
 
     def faults(self):
+        if self.dies_writing:
+            return [*self.half_written()]
         faults = super().faults()
         of_seed = self.random
         if of_seed.random() < 0.7:  # both servers of a group, one after the other
@@ -236,6 +241,17 @@ class BothLost(TwoCopies):
                 at = 0.004 * of_seed.random()
                 faults.append(Fault(at, "restart", (ps(server),), of_seed.random(), on="state 1"))
         return faults
+
+    def half_written(self):
+        """Draws faults by which both servers of a group end when one has written a snapshot, and perhaps the other one
+        has not. That one comes back first.
+        """
+        of_seed, group = self.random, self.random.randrange(self.num_servers)
+        servers = [ps(group), ps((group + 1) % self.num_servers)]
+        of_seed.shuffle(servers)
+        on = f"group {group} is written by {servers[0]} {of_seed.randint(2, 4)}"
+        for server, least_s in zip(servers, (6.0, 2.0), strict=True):
+            yield Fault(0.0, "restart", (server,), least_s * of_seed.uniform(1.0, 1.5), on=on)
 
     def reasons_of_loss(self):
         for group in range(self.num_servers):
@@ -313,13 +329,15 @@ class BothLost(TwoCopies):
             functions = functions - self.had[view.group]
         super().check_copies(view, functions)
 
-    def check_newest(self, group, task, copy):
+    def check_newest(self, group, task, has):
         """A group resumes from the newer of its snapshots, if both servers came back soon."""
         (other,) = {*self.coordinator.groups.members(group)} - {task}
         snapshot = self.disks[other].newest(f"group {group}")
+        if ps(other) in self.ended_sessions:
+            return  # it has dropped its data, and restores a snapshot only when it restarts
         if snapshot is not None and self.world.now - self.lost_at[group] < PARTNER_S:
-            newest, position = Position(*snapshot.position), copy.rules.position
-            assert newest <= position, f"group {group} resumes at {position}, and ps {other} has {newest}"
+            more = self.functions_in(group, snapshot.counters) - has - self.lost[group]
+            assert not more, f"group {group} resumes without {sorted(more)}, which ps {other} has"
 
     # --- what the log says --------------------------------------------------------------------------
 
@@ -345,7 +363,7 @@ class BothLost(TwoCopies):
             assert least <= num_lost <= most, f"the log says {num_lost}, not {least} to {most}: {text}"
             if INCLUDED.search(text):
                 check_included(self, group, began_with, has, text)
-            self.check_newest(group, task, copy)
+            self.check_newest(group, task, has)
             self.lost[group] |= self.had[group] - has
             self.known[group] = began_with, has
         self.lost_in.pop(group, None)

@@ -389,6 +389,7 @@ class GroupTask:
         yield self.server.scenario.writing_s()
         self._files.write(content, counters, epoch, position, at, kept_epoch)
         self.server.world.moment("snapshot")
+        self.server.world.moment(f"group {self.group} is written by {self.server.name}")
 
     def restore(self, epoch=None):
         """Starts from the newest snapshot, if it is of this coordinator. Returns its description."""

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any, final
 
-from replicax._ps.store.group_rules import Partner, View
+from replicax._ps.store.group_rules import FIRST_EPOCH, Partner, View
 from replicax._ps.store.log import START, Position
 
 
@@ -24,7 +24,7 @@ class Groups:
     """
 
     def __init__(self, num_ps: int):
-        self._views = [View(group, 1, group, (group + 1) % num_ps) for group in range(num_ps)]
+        self._views = [View(group, FIRST_EPOCH, group, (group + 1) % num_ps) for group in range(num_ps)]
         self._lost: set[int] = set()
         self._may_lead = [True] * num_ps
         self._ended: set[int] = set()

@@ -229,7 +229,8 @@ class RequestRules:
             self._is_connected = False
         return EndRequest(error, disconnects)
 
-    def _named(self, error: UnavailableError | StaleCoordinatorError) -> Exception:
-        if isinstance(error, UnavailableError) and not error.task:
-            return UnavailableError(f"{self._name}: {error}", self._name)
-        return error
+    def _named(self, error: UnavailableError | StaleCoordinatorError) -> UnavailableError:
+        if isinstance(error, UnavailableError) and error.task:
+            return error
+        # One server that has ended the session is no reason to end the job: the other one may be back soon.
+        return UnavailableError(f"{self._name}: {error}", self._name)

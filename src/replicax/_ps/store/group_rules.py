@@ -22,10 +22,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NamedTuple, Self, final
+from typing import Any, Final, NamedTuple, Self, final
 
 from replicax._ps.store.log import START, Position
 from replicax._src.program_kit.errors import InvalidArgumentError, UnavailableError
+
+FIRST_EPOCH: Final = 1
+"""The epoch of a group's first view, in which its servers begin with nothing."""
 
 
 @final
@@ -173,11 +176,13 @@ class GroupRules:
             return False
         was_primary = self.is_primary
         keeps_all = self._has_all and not self._is_deposed
-        if self.view is not None and not (was_primary or self.is_backup):
+        if self.view is None:  # a process that missed the first view was not there then
+            keeps_all = keeps_all and view.epoch == FIRST_EPOCH
+        elif not (was_primary or self.is_backup):
             keeps_all = False
         joins = view.is_joining and view.backup == self._task
         if view.since is not None and view.primary == self._task:
-            keeps_all = self.position == view.since  # a new process has nothing, and seems to lack nothing
+            keeps_all = self.position == view.since  # it may have restarted since it said what it has
         if not keeps_all and not joins and self._task in view.members:
             raise InvalidArgumentError(
                 f"ps {self._task} lacks updates of group {view.group}, so it cannot be a member of it in "
