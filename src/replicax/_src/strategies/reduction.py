@@ -13,6 +13,7 @@ import numpy as np
 from replicax._src.collectives import in_replica
 from replicax._src.collectives.cross_device import CrossDeviceOps, Gathered
 from replicax._src.collectives.in_replica import Communicator, IndexedSlices
+from replicax._src.devices.sums_of_processes import SumsOfProcesses
 from replicax._src.devices.topology import Topology
 from replicax._src.jax_internals import jax_compat
 from replicax._src.lowering.spmd import in_flight
@@ -181,8 +182,37 @@ def _reduce_per_replica(
         return _reduce_through(ops, op, value, checked)
     if isinstance(value.stored, jax_compat.Tracer):
         return _compute(op, value.num_replicas, value.is_equal, value.shapes, checked, value.stored)
+    if topology.host_sums is not None and checked is None and not value.is_equal:
+        added = _added_on_hosts(topology, topology.host_sums, op, value.stored)
+        if added is not None:
+            return added
     compute = _compiled(topology, op, value.num_replicas, value.is_equal, value.shapes, checked)
     return _launch(topology, compute, value)
+
+
+def _added_on_hosts(
+    topology: Topology, sums: SumsOfProcesses, op: ReduceOp, stored: jax.Array
+) -> jax.Array | None:
+    """Reduces an array [R, ...] of several processes over the replicas without a program. Returns None for a dtype that
+    only programs add.
+    """
+    dtype, is_mean = np.dtype(stored.dtype), op is ReduceOp.MEAN
+    if not sums.can_add(dtype) or not (is_mean or op is ReduceOp.SUM):
+        return None
+    parts = topology.rows_here(stored)
+    if is_mean and dtype.itemsize < 4:  # a mean fits even if the sum does not
+        parts = [part.astype(np.int32 if dtype.kind in "iu" else np.float32) for part in parts]
+    with sums.program(f"strategy.reduce({op.name})", f"{dtype.name}{list(parts[0].shape)}"):
+        total = sums.all_reduce("sum", parts)
+    return topology.put_same(_mean(total, topology.num_replicas, dtype) if is_mean else total)
+
+
+def _mean(total: np.ndarray, count: int, dtype: np.dtype) -> np.ndarray:
+    is_inexact = jnp.issubdtype(dtype, jnp.inexact)
+    if not is_inexact:
+        total = total.astype(jnp.result_type(float))
+    mean = total / total.dtype.type(count)
+    return mean.astype(dtype) if is_inexact else mean
 
 
 def _launch(topology: Topology, compute: Computation, value: PerReplica) -> jax.Array:

@@ -34,6 +34,11 @@ _BLOCK: Final = 64 * 1024
 """The number of elements that are combined at a time, so that the sum stays in the processor's cache."""
 
 
+def can_add(dtype: Any) -> bool:
+    """True if arrays of a dtype can be added."""
+    return dtype in DTYPES and dtype != np.bool_
+
+
 def check_dtype(op: HostOp, dtype: Any) -> None:
     """Checks that arrays of a dtype can be combined.
 
