@@ -114,7 +114,10 @@ class RoundPrograms:
         split: Iterable[int] | None = None,
     ):
         self._is_spread = split is not None
-        self._split, self._own = set(split or ()), set[int]()  # the slots [rows of R, ...], and those [R, ...]
+        self._split, self._own = (
+            set(split or ()),
+            set[int](),
+        )  # the slots [rows of R, ...], and those [R, ...]
         self._program, self._name, self._topology, self._replica = program, name, topology, replica
         self._donated, self._donates, self._finish = list(donated), donates, finish
         self._avals: list[Any] = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in avals]
@@ -202,7 +205,9 @@ class RoundPrograms:
     def _spec(self, slot: int) -> PartitionSpec:
         return PartitionSpec(REPLICA_AXIS) if slot in self._own or slot in self._split else PartitionSpec()
 
-    def _jit_on_all(self, run: Callable[..., Any], specs: Any, out_spec: PartitionSpec, **options: Any) -> Any:
+    def _jit_on_all(
+        self, run: Callable[..., Any], specs: Any, out_spec: PartitionSpec, **options: Any
+    ) -> Any:
         mesh = self._topology.mesh
         shardings = jax.tree_util.tree_map(lambda spec: NamedSharding(mesh, spec), specs)
         mapped = self._topology.on_replicas(run, in_specs=specs, out_specs=out_spec)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -44,6 +45,8 @@ def reduce(topology: Topology, ops: CrossDeviceOps | None, op: ReduceOp, value: 
     """
     _check_not_none(value, "reduce")
     axes = _axes(axis)
+    if isinstance(value, PerReplica):  # nearly all calls
+        return _reduce_per_replica(topology, ops, op, value, axes)
     return jax.tree_util.tree_map(
         lambda leaf: _reduce_leaf(topology, ops, op, leaf, axes), value, is_leaf=_is_leaf
     )
@@ -196,15 +199,45 @@ def _added_on_hosts(
     """Reduces an array [R, ...] of several processes over the replicas without a program. Returns None for a dtype that
     only programs add.
     """
-    dtype, is_mean = np.dtype(stored.dtype), op is ReduceOp.MEAN
-    if not sums.can_add(dtype) or not (is_mean or op is ReduceOp.SUM):
+    form = _form_on_hosts(sums, op, stored.dtype, stored.shape[1:])
+    if form is None:
         return None
     parts = topology.rows_here(stored)
-    if is_mean and dtype.itemsize < 4:  # a mean fits even if the sum does not
-        parts = [part.astype(np.int32 if dtype.kind in "iu" else np.float32) for part in parts]
-    with sums.program(f"strategy.reduce({op.name})", f"{dtype.name}{list(parts[0].shape)}"):
+    if form.wide is not None:
+        parts = [part.astype(form.wide) for part in parts]
+    with sums.program(form.name, form.text):
         total = sums.all_reduce("sum", parts)
-    return topology.put_same(_mean(total, topology.num_replicas, dtype) if is_mean else total)
+    return topology.put_same(
+        total if op is ReduceOp.SUM else _mean(total, topology.num_replicas, stored.dtype)
+    )
+
+
+@dataclass(frozen=True)
+class _FormOnHosts:
+    """A reduction on the hosts.
+
+    Attributes:
+      name: The name for messages.
+      text: What all processes do alike.
+      wide: The dtype in which arrays are added; None for their own.
+    """
+
+    name: str
+    text: str
+    wide: Any
+
+
+@functools.lru_cache(maxsize=512)
+def _form_on_hosts(
+    sums: SumsOfProcesses, op: ReduceOp, dtype: Any, shape: tuple[int, ...]
+) -> _FormOnHosts | None:
+    is_mean, dtype = op is ReduceOp.MEAN, np.dtype(dtype)
+    if not sums.can_add(dtype) or not (is_mean or op is ReduceOp.SUM):
+        return None
+    wide = None
+    if is_mean and dtype.itemsize < 4:  # a mean fits even if the sum does not
+        wide = np.dtype(np.int32 if jnp.issubdtype(dtype, jnp.integer) else np.float32)
+    return _FormOnHosts(f"strategy.reduce({op.name})", f"{op.name} of {dtype.name}{list(shape)}", wide)
 
 
 def _mean(total: np.ndarray, count: int, dtype: np.dtype) -> np.ndarray:
