@@ -35,6 +35,9 @@ START_LIMIT_S, START_BAR_S = 120.0, 10.0
 
 OURS, BY_HAND, TENSORFLOW, TORCH = "replicax", "JAX by hand", "TensorFlow", "torch, gloo"
 RUN, FIT, DDP = "replicax, strategy.run", "replicax, Keras fit", "torch DDP, gloo"
+REDUCE, IN_FUNCTION, IN_RUN = "strategy.reduce", "reduce in rx.function", "all_reduce in run"
+REDUCED = (4, 64 * KIB, 4 * MIB, 64 * MIB)
+SYNCHRONIZED_DDP = "torch DDP, synchronized norm"
 WHOLE = "replicax, Keras fit, global view"
 SCRIPT = "worker_replicax.py"
 
@@ -63,6 +66,27 @@ def all_reduces(num_rounds: int, tensorflow_python: str | None, torch_python: st
             workers.print_bar(timings, OURS, TORCH, 1.3)
 
 
+def reduces(num_rounds: int, tensorflow_python: str | None, torch_python: str | None) -> None:
+    """The ways to sum per-replica values. The bar: ``strategy.reduce`` takes at most as long as torch's gloo."""
+    del tensorflow_python
+
+    def ours(task: str) -> Contestant:
+        return Contestant(sys.executable, SCRIPT, {"contestant": "replicax", "task": task})
+
+    contestants = {
+        REDUCE: ours("reduce"),
+        IN_FUNCTION: ours("reduce in function"),
+        IN_RUN: ours("all_reduce"),
+        BY_HAND: Contestant(sys.executable, SCRIPT, {"contestant": "by hand", "task": "all_reduce"}),
+        TORCH: Contestant(torch_python, "worker_torch.py", {"task": "all_reduce"}),
+    }
+    turns = {size: (ALL_REDUCES[size], {"size": size}) for size in REDUCED}
+    for size, timings in workers.compare(contestants, turns, num_rounds).items():
+        workers.report(f"A sum over two workers, {_in_words(size)} of float32", timings, REDUCE)
+        workers.print_bar(timings, REDUCE, TORCH, 1.0)
+        workers.print_bar(timings, REDUCE, BY_HAND, 1.0)
+
+
 def steps(num_rounds: int, tensorflow_python: str | None, torch_python: str | None) -> None:
     """Two workers with one device each. The bars: 1.5 times TensorFlow's steps/s, and at most 0.8 times DDP's
     time per step (CNNs: 1.0).
@@ -79,13 +103,18 @@ def steps(num_rounds: int, tensorflow_python: str | None, torch_python: str | No
         }
         if model in fit_process.DENSE:
             contestants[BY_HAND] = Contestant(sys.executable, SCRIPT, {"contestant": "by hand", **task})
+        if model == fit_process.DIGITS:  # DDP alone normalizes each process's rows, which is less work
+            task = {**task, "synchronized": True}
+            contestants[SYNCHRONIZED_DDP] = Contestant(torch_python, "worker_torch.py", task)
         timings = workers.compare(contestants, {model: (NUM_STEPS, {})}, num_rounds)[model]
         workers.report(
             f"One step, {ROWS_PER_WORKER} rows per worker, {NUM_WORKERS} workers, Adam: {model}", timings, RUN
         )
         for name in (RUN, FIT):
             workers.print_bar(timings, name, TENSORFLOW, 1 / 1.5)
-            workers.print_bar(timings, name, DDP, 0.8 if model in fit_process.DENSE else 1.0)
+            if model != fit_process.DIGITS:
+                workers.print_bar(timings, name, DDP, 0.8 if model in fit_process.DENSE else 1.0)
+        workers.print_bar(timings, FIT, SYNCHRONIZED_DDP, 1.1)
 
 
 def shapes(num_rounds: int, tensorflow_python: str | None, torch_python: str | None) -> None:
@@ -164,6 +193,7 @@ def _in_words(size: int) -> str:
 
 PARTS = {
     "all_reduce": all_reduces,
+    "reduce": reduces,
     "steps": steps,
     "shapes": shapes,
     "by_rows": by_rows,

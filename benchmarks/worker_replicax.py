@@ -81,6 +81,25 @@ def all_reduce(strategy: rx.Strategy) -> Run:
     )
 
 
+def reduce(strategy: rx.Strategy) -> Run:
+    """One ``strategy.reduce`` outside of programs, and the wait for its result."""
+    return _reductions(strategy, lambda value: strategy.reduce(rx.ReduceOp.SUM, value, axis=None))
+
+
+def reduce_in_function(strategy: rx.Strategy) -> Run:
+    """The same in ``rx.function``."""
+    total = rx.function(lambda value: strategy.reduce(rx.ReduceOp.SUM, value, axis=None))
+    return _reductions(strategy, total)
+
+
+def _reductions(strategy: rx.Strategy, total: Callable[[Any], Any]) -> Run:
+    def make(size: int) -> Callable[[], Any]:
+        value = strategy.experimental_distribute_values_from_function(lambda context: ones(size))
+        return lambda: jax.block_until_ready(total(value))
+
+    return worker_timing.of_sizes(make, np.asarray, strategy.num_replicas_in_sync)
+
+
 def steps(strategy: rx.Strategy, model: str, rows: int) -> Run:
     """One training step through ``run``, on a fixed batch."""
     import keras
@@ -182,7 +201,14 @@ def ones(size: int) -> np.ndarray:
 
 
 TASKS = {
-    "replicax": {"all_reduce": all_reduce, "steps": steps, "fit": fit, "fit whole": fit_whole},
+    "replicax": {
+        "all_reduce": all_reduce,
+        "reduce": reduce,
+        "reduce in function": reduce_in_function,
+        "steps": steps,
+        "fit": fit,
+        "fit whole": fit_whole,
+    },
     "by hand": {"all_reduce": all_reduce_by_hand, "steps": steps_by_hand},
 }
 

@@ -41,9 +41,61 @@ def all_reduce():
     return worker_timing.of_sizes(make, lambda value: value.numpy(), torch.distributed.get_world_size())
 
 
-def steps(model, rows):
-    """One training step of a model in ``DistributedDataParallel``, on a fixed batch."""
-    network = torch.nn.parallel.DistributedDataParallel(MODELS[model]())
+class SynchronizedNorm(torch.nn.BatchNorm2d):
+    """``torch.nn.SyncBatchNorm`` for CPUs, where torch has none, with as many exchanges: one in each direction."""
+
+    def forward(self, x):
+        return _Normalized.apply(x, self.weight, self.bias, self)
+
+
+class _Normalized(torch.autograd.Function):
+    """A normalized batch [N, C, H, W] of all processes."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, norm):
+        count = x.numel() // x.shape[1] * torch.distributed.get_world_size()
+        sums = torch.stack([x.sum((0, 2, 3)), x.square().sum((0, 2, 3))])
+        torch.distributed.all_reduce(sums)
+        mean, square = sums / count
+        variance = square - mean.square()
+        inverse = torch.rsqrt(variance + norm.eps)
+        with torch.no_grad():
+            norm.running_mean.lerp_(mean, norm.momentum)
+            norm.running_var.lerp_(variance * (count / (count - 1)), norm.momentum)
+        ctx.save_for_backward(x, weight, mean, inverse)
+        ctx.count = count
+        scale = inverse * weight
+        return torch.addcmul(_of_channels(bias - mean * scale), x, _of_channels(scale))
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight, mean, inverse = ctx.saved_tensors
+        normalized = (x - _of_channels(mean)) * _of_channels(inverse)
+        of_bias, of_weight = gradient.sum((0, 2, 3)), (gradient * normalized).sum((0, 2, 3))
+        sums = torch.stack([of_bias, of_weight])
+        torch.distributed.all_reduce(sums)
+        mean_of_bias, mean_of_weight = map(_of_channels, sums / ctx.count)
+        of_x = (gradient - mean_of_bias - normalized * mean_of_weight) * _of_channels(inverse * weight)
+        return of_x, of_weight, of_bias, None
+
+
+def _of_channels(values):
+    return values[:, None, None]
+
+
+def steps(model, rows, synchronized=False):
+    """One training step of a model in ``DistributedDataParallel``, on a fixed batch.
+
+    With ``synchronized`` batches are normalized over all processes, as ``fit`` of replicax does.
+    """
+    made = MODELS[model]()
+    if synchronized:
+        for name, norm in [
+            pair for pair in made.named_children() if isinstance(pair[1], torch.nn.BatchNorm2d)
+        ]:
+            setattr(made, name, SynchronizedNorm(norm.num_features))
+    # (The moving statistics are equal already, and need not be sent before each step.)
+    network = torch.nn.parallel.DistributedDataParallel(made, broadcast_buffers=not synchronized)
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-3)
     loss_object = torch.nn.CrossEntropyLoss()
     share = rows // torch.distributed.get_world_size()

@@ -136,6 +136,26 @@ def test_all_members_add_in_the_order_of_the_replicas_whoever_holds_them(
         assert {result.dtype for result in results} == {arrays[0].dtype}
 
 
+def test_exchanges_of_one_world_follow_each_other_without_waiting_for_all(crowds, shares):
+    """Members that are ahead write the next arrays while others still read the last ones."""
+    worlds = crowds(2, shares).meet()
+    sizes = [9_000, 100_000, 1, 300_000, 131_072, 9_001]  # in one hop and in two
+    lengths = [sizes[step % len(sizes)] for step in range(60)]
+    arrays = [arrays_of(step, 2, length, "float32") for step, length in enumerate(lengths)]
+
+    def digests(place):
+        found = []
+        for step, of_replicas in enumerate(arrays):
+            total = worlds[place].all_reduce("sum", [of_replicas[place]], step=step)
+            if (step + place) % 3 == 0:
+                time.sleep(0.002)
+            found.append(bits(total))
+        return found
+
+    wanted = [bits(expected("sum", of_replicas)) for of_replicas in arrays]
+    assert crowds(2, shares).each(digests) == [wanted] * 2
+
+
 @pytest.mark.parametrize("length", LARGE)
 def test_arrays_of_several_windows_add_in_the_order_of_the_replicas(crowds, shares, length):
     arrays = arrays_of(0, 4, length, np.float32)

@@ -21,6 +21,55 @@ SOON_S = 100  # nobody else would say it before many minutes, if at all
 WITH_KERAS = {"KERAS_BACKEND": "jax", "PYTHONPATH": path_of_programs()}
 
 
+# --- sums on the hosts ----------------------------------------------------------------------------------
+
+
+def adding_until_one_dies():
+    """Worker 1 is killed while both add."""
+    import os
+    import signal
+    import sys
+    import threading
+    import time
+
+    import numpy as np
+
+    import replicax as rx
+    from replicax.testing import report
+
+    strategy = rx.MultiWorkerMirroredStrategy()
+    report(transport=strategy.topology.host_sums.transport)
+    value = strategy.experimental_distribute_values_from_function(lambda context: np.ones(10**6, np.float32))
+    if strategy.cluster_resolver.task_id == 1:
+        threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGKILL]).start()
+    at = time.monotonic()
+    try:
+        while True:
+            at = time.monotonic()
+            strategy.reduce("SUM", value, axis=None)
+    except rx.errors.PeerFailureError as error:
+        report(text=str(error), tasks=list(error.tasks), after_s=time.monotonic() - at)
+    try:
+        strategy.reduce("SUM", value, axis=None)
+    except rx.errors.PeerFailureError as error:
+        report(again=str(error))
+        sys.exit(3)
+
+
+@pytest.mark.rest
+def test_a_death_in_a_sum_on_the_hosts_is_the_error_of_the_task(local_cluster):
+    cluster = local_cluster(2, timeout_s=LIMIT_S)
+    cluster.start(adding_until_one_dies)
+    results = cluster.wait()
+    assert results["worker", 0].exit_code == 3, results["worker", 0].output
+    report = results["worker", 0].report
+    assert report["transport"] == "shared memory"
+    assert report["tasks"] == ["worker 1"]
+    assert report["text"].startswith("worker 1 ")
+    assert report["again"].startswith("worker 1 ")
+    assert report["after_s"] < SOON_S
+
+
 # --- the order of programs ------------------------------------------------------------------------------
 
 

@@ -136,6 +136,23 @@ def test_the_cluster_is_a_table(doctor, free):
     ]
 
 
+def test_the_transport_of_sums_is_one_line(doctor, free, monkeypatch):
+    config = config_of(free(), free())
+    lines = [line for line in doctor(config)[1].splitlines() if "sums on CPUs" in line]
+    assert len(lines) == 1
+    assert "in memory that the workers of a host share" in lines[0]
+
+    def no_memory(*_):
+        raise OSError("no memory files here")
+
+    monkeypatch.setattr("os.memfd_create", no_memory)
+    lines = [line for line in doctor(config)[1].splitlines() if "sums on CPUs" in line]
+    assert len(lines) == 1
+    assert (
+        "over connections: this system shares no memory between processes (no memory files here)" in lines[0]
+    )
+
+
 def test_task_that_does_not_answer_in_time_is_reported(doctor, free):
     code, printed = doctor(config_of(free(), free()), "--wait", "0.5")
     assert code == 1

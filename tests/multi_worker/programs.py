@@ -968,3 +968,85 @@ def accumulates_in_fit(path):
                 assert all(np.asarray(v.value).any() for v in sums)
             rx.Checkpoint(model=model).write(f"{path}/{cls.__name__}")
         report(**{cls.__name__: weights_after(model, slice(20, 29))})
+
+
+def adding_on_hosts():
+    """Reductions over each transport, as bits."""
+    import logging
+    import zlib
+
+    import jax.numpy as jnp
+    import numpy as np
+
+    import replicax as rx
+    from replicax._src.collectives.host_sums import job_sums, negotiation
+    from replicax.testing import report
+
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("replicax").addHandler(handler)
+    logging.getLogger("replicax").setLevel(logging.INFO)
+
+    every = "float32", "bfloat16", "int8", "uint16", "complex64", "float8_e4m3fn"
+
+    def reduced(strategy, dtypes=every):
+        def per_replica(shape, dtype):
+            def array(context):
+                number = context.replica_id_in_sync_group
+                random = np.random.default_rng([number, *shape])
+                return jnp.asarray(random.integers(0, 100, shape) + 0.1 * number).astype(dtype)
+
+            return strategy.experimental_distribute_values_from_function(array)
+
+        found = {}
+        for dtype in dtypes:
+            for shape in [(), (0, 4), (70_001,)]:
+                value = per_replica(shape, dtype)
+                for op in ("SUM", "MEAN"):
+                    total = strategy.reduce(op, value, axis=None)
+                    bits = np.asarray(total).tobytes()
+                    found[f"{op} of {dtype}{list(shape)}"] = [
+                        str(total.dtype),
+                        list(total.shape),
+                        zlib.crc32(bits),
+                    ]
+        try:
+            strategy.reduce("SUM", per_replica((2,), "bool"), axis=None)
+        except rx.errors.ReductionError as error:
+            found["bool"] = str(error)
+        values = [per_replica((size,), "float32") for size in (1, 9_000, 200_000) for _ in range(4)]
+        totals = strategy.reduce("SUM", values, axis=None)
+        found["several"] = [zlib.crc32(np.asarray(total).tobytes()) for total in totals]
+        twice = strategy.reduce("SUM", per_replica((3,), "float32"), axis=None) + totals[0]
+        found["used"] = np.asarray(twice).tolist()
+        return found
+
+    def joined():
+        strategy = rx.MultiWorkerMirroredStrategy()
+        sums = strategy.topology.host_sums
+        return strategy, None if sums is None else sums.transport
+
+    strategy, transport = joined()
+    number = strategy.cluster_resolver.task_id
+    report(transport=transport, shared=reduced(strategy))
+    no_sums = rx.CommunicationOptions(implementation="RING")
+    by_jax = rx.MultiWorkerMirroredStrategy(communication_options=no_sums)
+    report(has_sums=by_jax.topology.host_sums is not None, by_jax=reduced(by_jax))
+
+    job_sums._joined.clear()
+    if number == 1:
+        negotiation.make_segment = lambda num_bytes: None
+        negotiation.open_offer = lambda offer, num_bytes: None
+    strategy, transport = joined()
+    report(transport_without_memory=transport, connected=reduced(strategy))
+
+    def refuse(*args, **kwargs):
+        raise OSError("no port is free")
+
+    job_sums._joined.clear()
+    if number == 1:
+        job_sums.Rendezvous = refuse
+    strategy, transport = joined()
+    report(transport_without_ports=transport, alone=reduced(strategy, ["float32"]))
+    report(lines=[line for line in lines if line.startswith("Sums between")])

@@ -32,6 +32,7 @@ from replicax._src.cluster.errors import ClusterError
 from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.routes import routed_address
 from replicax._src.cluster.spec import Task
+from replicax._src.collectives.host_sums.shared_memory import why_not_shared
 from replicax._src.keras.backend import chosen_backend, wrong_backend
 from replicax._src.packaging.extras import EXTRAS, install_packages, missing_packages
 from replicax._src.packaging.home import install_command
@@ -205,7 +206,16 @@ def _described(choice: ResolverChoice) -> list[tuple[str, str]]:
         *(("not", f"{candidate.name}: {candidate.why}") for candidate in choice.passed_over),
         ("this task", task),
         ("workers", str(sum(task.type in ("chief", "worker") for task in _tasks(membership)))),
+        *([("sums on CPUs", _sums_described())] if membership.num_workers > 1 else []),
     ]
+
+
+def _sums_described() -> str:
+    """Says how the arrays of workers with CPU devices travel."""
+    why = why_not_shared()
+    if why is None:
+        return "in memory that the workers of a host share, over connections between hosts"
+    return f"over connections: this system shares no memory between processes ({why})"
 
 
 def _part_played(membership: Membership) -> str:

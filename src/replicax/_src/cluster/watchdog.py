@@ -46,11 +46,13 @@ class Watchdog:
 
     Attributes:
       is_held: Returns True while this process must not be ended, because another thread saves.
+      on_unblock: Called beside, to end exchanges that are not those of the devices.
     """
 
     def __init__(self, is_running: Callable[[], bool]):
         self._is_running = is_running
         self.is_held: Callable[[], bool] = lambda: False
+        self.on_unblock: Callable[[], None] = lambda: None
         self._ours: set[str] = set()
 
     @contextlib.contextmanager
@@ -70,6 +72,7 @@ class Watchdog:
         time.sleep(_GRACE_S)
         deadline = time.monotonic() + _LAST_RESORT_S
         while self._is_running():
+            self.on_unblock()
             for name, descriptor in connections().items():
                 if name in self._ours:
                     _shut_down(descriptor)

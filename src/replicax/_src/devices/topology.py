@@ -18,6 +18,7 @@ from replicax._src.cluster.peers import Peers, joined_peers
 from replicax._src.cluster.shared_program import SharedProgram
 from replicax._src.devices.autoshard import WorkerShare
 from replicax._src.devices.live_workers import LiveWorkers, not_for_survivors
+from replicax._src.devices.sums_of_processes import SumsOfProcesses
 from replicax._src.jax_internals import jax_compat
 from replicax._src.jax_internals.jax_compat import Device
 from replicax._src.vocabulary.errors import InvalidArgumentError, UnsupportedError
@@ -83,6 +84,8 @@ class Topology:
       bytes_per_pack: The size of the buffers in which arrays are summed together; 0 chooses it for the devices.
       is_ahead: True if nothing runs on the devices, which may be absent. Their arrays are only described.
       survivors: The live workers, which compute the replicas of the dead ones too; None if a death ends the job.
+      host_sums: The sums of processes on their hosts, which are faster there than programs of all devices; None if
+        there are none.
     """
 
     devices: tuple[Device, ...]
@@ -94,6 +97,7 @@ class Topology:
     bytes_per_pack: int = 0
     is_ahead: bool = False
     survivors: LiveWorkers | None = None
+    host_sums: SumsOfProcesses | None = None
 
     @classmethod
     def of(
@@ -331,6 +335,19 @@ class Topology:
             return self.put_whole(jax.numpy.concatenate(rows))
         parts = [jax.device_put(rows[i], device) for i, device in self._placed_parts]
         return jax.make_array_from_single_device_arrays((self.num_replicas, *shape), self.per_replica, parts)
+
+    def rows_here(self, array: jax.Array) -> list[np.ndarray]:
+        """Returns the rows [...] of this process's replicas of an array [R, ...], without a copy. One device for each
+        replica.
+        """
+        return [np.asarray(array.addressable_data(i))[0] for i in range(len(self.local_replicas))]
+
+    def put_same(self, value: np.ndarray) -> jax.Array:
+        """Replicates an array that all processes have computed alike on every device. The devices may adopt its memory,
+        so it must not change.
+        """
+        aval, devices = _aval_and_devices(value.shape, value.dtype, self.replicated)
+        return jax_compat.put_on_devices(aval, self.replicated, [value] * len(devices), devices)
 
     def map_rows(self, function: Callable[[Any], Any], array: jax.Array) -> jax.Array:
         """Applies a function to each row of this process of an array [R, ...]. It does not communicate.

@@ -6,7 +6,8 @@ batch that cannot be split evenly is padded on the host, and the program first r
 
 The partitioner sums each array separately, which costs processes on CPUs a round trip for each. There this module
 splits the program instead, if all its operations are known to keep rows apart (``tracing/row_partitioner``), so that
-all sums of a step travel together.
+all sums of a step travel together. Where the hosts add faster than XLA's collectives, it is also cut there
+(``cut_step.py``).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from replicax._src.devices.topology import Topology
 from replicax._src.jax_internals import jax_compat
 from replicax._src.lowering import whole_operations
 from replicax._src.lowering.batch import DatasetBatch
+from replicax._src.lowering.cut_step import CutStep
 from replicax._src.lowering.held_state import HeldState
 from replicax._src.lowering.row_lookups import exchange_rows_globally
 from replicax._src.lowering.spmd import StatePrograms, in_flight, run_and_store
@@ -76,7 +78,7 @@ class GlobalStep:
             program = _Program(
                 self._step, self._name, state, batch, capacity, self._topology, self._donates, self._keeps_all
             )
-            if capacity > 1 and program.is_slow_in_a_loop:
+            if capacity > 1 and (program.is_cut or program.is_slow_in_a_loop):
                 program = self.program(state, batch, 1)
             self._programs[form] = program
         return program
@@ -178,6 +180,7 @@ class _Program:
             self._consts = [*topology.put_whole(more), *self._consts]
         self._needs_token = topology.needs_token
         self._compiled = self._compile()
+        self._cut = self._cut_at_sums(state, num_consts)
 
     def _make_wrong_operations_whole(self) -> None:
         is_padded = any(layout.is_padded for layout in self._layouts)
@@ -201,6 +204,38 @@ class _Program:
         network by a factor of 3 to 5 (jax 0.10).
         """
         return self._topology.is_cpu and "conv_general_dilated" in jax_compat.primitives_of(self._jaxpr)
+
+    @property
+    def is_cut(self) -> bool:
+        """True if the processes exchange sums between programs, so that several steps cannot be one program."""
+        return self._cut is not None
+
+    def _cut_at_sums(self, state: HeldState, num_consts: int) -> CutStep | None:
+        """Returns the step as several programs, if that is faster and possible."""
+        sums = self._topology.host_sums
+        if self._plan is None or sums is None or self._parts:
+            return None
+        avals = [*self._consts, *state.values(), *(layout.described() for layout in self._layouts)]
+        first = len(avals) - len(self._layouts)
+        num_written, repeated = len(self.written), self._repeated
+
+        def finish(results: list[Any]) -> tuple[list[Any], list[Any]]:
+            for i in repeated:
+                results[i] = jnp.copy(results[i])
+            return results[:num_written], results[num_written:]
+
+        return CutStep(
+            self._plan,
+            self._name,
+            self._topology,
+            sums,
+            avals,
+            split=[first + i for i, layout in enumerate(self._layouts) if layout.is_split],
+            num_consts=num_consts,
+            written=self.written,
+            finish=finish,
+            donates=self._donates,
+        )
 
     def _plan_by_rows(self, num_consts: int, num_state: int) -> RowsPlan | None:
         """Returns the program split by rows, if that is faster and possible; else None."""
@@ -345,6 +380,8 @@ class _Program:
                 layout.put_stacked(column, self._capacity)
                 for layout, column in zip(self._layouts, columns, strict=True)
             ]
+        if self._cut is not None:
+            return [self._outputs_tree.unflatten(self._cut.run(self._consts, state, leaves))]
         # (A Python number would miss jit's fast dispatch path.)
         counts = [self._placed_count(len(batches))] if self._capacity > 1 else []
         with state_lock:

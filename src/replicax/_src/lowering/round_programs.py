@@ -1,19 +1,24 @@
-"""The compiled programs of one process for a program with rounds of sums: C + 1 programs of one device for C rounds."""
+"""The compiled programs for a program with rounds of sums: C + 1 programs for C rounds, none of which communicates.
+
+They are of one device, with the number of the replica as an operand. Or they are of all devices of all processes, each
+of which runs its own part alone; then arrays are those of other programs of these devices.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
-from replicax._src.devices.topology import Topology
+from replicax._src.devices.topology import REPLICA_AXIS, Topology
 from replicax._src.fault_tolerance.stepped_program import CombineRound, RoundArrays
 from replicax._src.lowering.round_buffers import RoundBuffer, RoundLayout
 from replicax._src.tracing.flat import NumberedValues
@@ -78,14 +83,16 @@ class RoundPrograms:
 
     Args:
       program: The program of a replica. Its results are equal on all replicas.
-      avals: The shapes and dtypes of its operands.
+      avals: The shapes and dtypes of its operands: those of one replica, or of ``split`` ones those of all.
       name: Its name.
-      topology: The one device.
+      topology: The one device, or all devices.
       num_replicas: The number R of replicas.
       replica: The number of the replica in ``program``.
       donated: The positions of the operands that the last program takes first, in a list.
       donates: True if it takes their memory.
       finish: Maps the results to those of the last program, in its trace.
+      split: The positions of the operands whose rows are split over the replicas, for programs of all devices; None
+        for programs of one device.
 
     Attributes:
       rounds: The buffers of each round.
@@ -104,7 +111,13 @@ class RoundPrograms:
         donated: Sequence[int],
         donates: bool,
         finish: Callable[[list[Any]], Any],
+        split: Iterable[int] | None = None,
     ):
+        self._is_spread = split is not None
+        self._split, self._own = (
+            set(split or ()),
+            set[int](),
+        )  # the slots [rows of R, ...], and those [R, ...]
         self._program, self._name, self._topology, self._replica = program, name, topology, replica
         self._donated, self._donates, self._finish = list(donated), donates, finish
         self._avals: list[Any] = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in avals]
@@ -121,7 +134,8 @@ class RoundPrograms:
         lowered.append(self._lower_last(last))
         self.rounds: tuple[tuple[RoundBuffer, ...], ...] = tuple(each.buffers for each in self._layouts)
         self.digest = _digest(name, num_replicas, self.rounds, [each.program.as_text() for each in lowered])
-        self._replica_numbers = [topology.put_whole(np.int32(replica)) for replica in range(num_replicas)]
+        numbers = range(0 if self._is_spread else num_replicas)
+        self._replica_numbers = [topology.put_whole(np.int32(replica)) for replica in numbers]
         self._num_slots = len(self._avals)
         *self._programs, self._last = self._compiled(lowered)
 
@@ -139,14 +153,16 @@ class RoundPrograms:
             return layouts[-1].pack(parts), values.of(segment.passes)
 
         layouts: list[RoundLayout] = []
-        lowered = self._jit(run).lower(_REPLICA_AVAL, *[self._avals[slot] for slot in taken])
-        buffers, passed = lowered.out_info
+        lowered = self._lowered_round(run, taken)
+        _, passed = lowered.out_info
         passes = [self._add_slot(aval) for aval in passed]
+        if self._is_spread:
+            self._own.update(passes)
         self._slot_of.update(zip(segment.passes, passes, strict=True))
         self._layouts.append(layouts[-1])
         start = len(self._avals)
-        for aval in buffers:
-            self._add_slot(aval)
+        for buffer in layouts[-1].buffers:
+            self._add_slot(jax.ShapeDtypeStruct((buffer.size,), buffer.dtype))
         self._buffer_slots.append(slice(start, len(self._avals)))
         return _Lowered(lowered, taken, passes)
 
@@ -161,12 +177,42 @@ class RoundPrograms:
             return self._finish(values.of(self._program.outputs))
 
         donated = [self._avals[slot] for slot in self._donated]
-        jitted = self._jit(run, donate_argnums=(0,) if self._donates else ())
+        options: dict[str, Any] = {"donate_argnums": (0,) if self._donates else ()}
+        if self._is_spread:
+            specs = [PartitionSpec()] * len(donated), *map(self._spec, taken)
+            jitted = self._jit_on_all(run, specs, PartitionSpec(), **options)
+        else:
+            jitted = self._jit(run, **options)
         return _Lowered(jitted.lower(donated, *[self._avals[slot] for slot in taken]), taken, [])
 
     def _jit(self, run: Callable[..., Any], **options: Any) -> Any:
         whole = self._topology.replicated
         return self._topology.compile(run, self._name, in_shardings=whole, out_shardings=whole, **options)
+
+    def _lowered_round(self, run: Callable[..., Any], taken: Sequence[int]) -> Any:
+        avals = [self._avals[slot] for slot in taken]
+        if not self._is_spread:
+            return self._jit(run).lower(_REPLICA_AVAL, *avals)
+
+        def run_own_part(*args: Any) -> Any:
+            own = [value[0] if slot in self._own else value for slot, value in zip(taken, args, strict=True)]
+            results = run(jax.lax.axis_index(REPLICA_AXIS), *own)
+            return jax.tree_util.tree_map(lambda value: jnp.asarray(value)[None], results)
+
+        specs = tuple(map(self._spec, taken))
+        return self._jit_on_all(run_own_part, specs, PartitionSpec(REPLICA_AXIS)).lower(*avals)
+
+    def _spec(self, slot: int) -> PartitionSpec:
+        return PartitionSpec(REPLICA_AXIS) if slot in self._own or slot in self._split else PartitionSpec()
+
+    def _jit_on_all(
+        self, run: Callable[..., Any], specs: Any, out_spec: PartitionSpec, **options: Any
+    ) -> Any:
+        mesh = self._topology.mesh
+        shardings = jax.tree_util.tree_map(lambda spec: NamedSharding(mesh, spec), specs)
+        mapped = self._topology.on_replicas(run, in_specs=specs, out_specs=out_spec)
+        out_shardings = NamedSharding(mesh, out_spec)
+        return jax.jit(mapped, in_shardings=shardings, out_shardings=out_shardings, **options)
 
     def _add_slot(self, aval: Any) -> int:
         self._avals.append(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
@@ -251,15 +297,38 @@ class RoundPrograms:
             sums.append(combined)
         return sums
 
+    def run_rounds_on_all(self, slots: Slots, combine: CombineRound) -> None:
+        """Runs all programs but the last one on all devices, and leaves what the last one takes in ``slots``.
+
+        Args:
+          slots: The slots, of all replicas.
+          combine: See ``run_rounds``.
+        """
+        topology = self._topology
+        for round_index, program in enumerate(self._programs):
+            buffers, passed = program.compiled(*program.take(slots))
+            self._keep(program, slots, passed)
+            rows = [topology.rows_here(buffer) for buffer in buffers]
+            combined = combine(round_index, list(zip(*rows, strict=True)))
+            self._receive(round_index, slots, [topology.put_same(array) for array in combined])
+
+    def last(self, slots: Slots) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Returns the last program and its operands, of which the first are the arrays whose memory it takes."""
+        return self._last.compiled, ([slots[slot] for slot in self._donated], *self._last.take(slots))
+
     def _run_round(self, round_index: int, replica: int, slots: Slots) -> list[Any]:
         """Runs the program of one round for a replica. Returns its buffers, which may not be computed yet."""
         program = self._programs[round_index]
         buffers, passed = program.compiled(self._replica_numbers[replica], *program.take(slots))
+        self._keep(program, slots, passed)
+        return buffers
+
+    def _keep(self, program: _Program, slots: Slots, passed: Sequence[Any]) -> None:
+        """Keeps what a program passes on, and releases what no later one takes."""
         for slot in program.releases:
             slots[slot] = None
         for slot, value in zip(program.passes, passed, strict=True):
             slots[slot] = value
-        return buffers
 
     def _receive(self, round_index: int, slots: Slots, buffers: Sequence[Any]) -> None:
         """Gives a replica the combined buffers of a round."""
@@ -276,7 +345,7 @@ class RoundPrograms:
         """
         for round_index, combined in enumerate(sums):
             self._receive(round_index, slots, combined)
-        return self._last.compiled, ([slots[slot] for slot in self._donated], *self._last.take(slots))
+        return self.last(slots)
 
 
 _REPLICA_AVAL = jax.ShapeDtypeStruct((), np.int32)

@@ -7,8 +7,11 @@ import jax
 from replicax._src.cluster.environ import check_cpu_collectives
 from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.peers import Peers
+from replicax._src.cluster.spec import split_address
 from replicax._src.cluster.start import compare_devices, join_cluster
+from replicax._src.collectives.host_sums.job_sums import JobSums, joined_sums
 from replicax._src.devices.jax_backend import prepare_backend
+from replicax._src.devices.topology import Topology
 from replicax._src.jax_internals import jax_compat
 from replicax._src.jax_internals.jax_compat import Device
 
@@ -35,6 +38,19 @@ def join_workers(membership: Membership, timeout_s: float) -> list[Device]:
     compare_devices(peers, jax.local_devices())
     # Device ids have gaps between processes.
     return sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+
+
+def sums_on_hosts(topology: Topology, membership: Membership, timeout_s: float) -> JobSums | None:
+    """Connects the processes of a topology for sums on their hosts. All call it.
+
+    Returns:
+      None where programs of all devices are faster, or the only way.
+    """
+    peers = topology.peers
+    if peers is None or not topology.is_cpu or topology.num_logical_devices > 1:
+        return None
+    host, _ = split_address(membership.addresses[membership.id_in_cluster])
+    return joined_sums(peers, host, len(topology.local_replicas), timeout_s)
 
 
 def join_survivors(membership: Membership, timeout_s: float, min_workers: int) -> Peers:

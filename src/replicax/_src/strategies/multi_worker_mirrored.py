@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Mapping
 from typing import final
@@ -11,7 +12,7 @@ from replicax._src.cluster.resolver import ClusterResolver, membership_of
 from replicax._src.devices.named_devices import device_name, resolve_devices
 from replicax._src.devices.topology import Topology
 from replicax._src.strategies import surviving
-from replicax._src.strategies.joining import TIMEOUT_S, join_workers
+from replicax._src.strategies.joining import TIMEOUT_S, join_workers, sums_on_hosts
 from replicax._src.strategies.strategy import Strategy
 from replicax._src.variables.layout_map import DimAxes, LayoutMap
 from replicax._src.variables.mapped_layouts import layout_map_for
@@ -98,12 +99,15 @@ class MultiWorkerMirroredStrategy(Strategy):
         )
         self.parts  # checks the layout map and the sharding of state  # noqa: B018
         log.info(
-            "Using MultiWorkerMirroredStrategy: %s of %d, %d replicas, on %s here; collectives by %s.",
+            "Using MultiWorkerMirroredStrategy: %s of %d, %d replicas, on %s here; collectives by %s%s.",
             self._membership.task,
             self._membership.num_workers,
             topology.num_replicas,
             ", ".join(map(device_name, topology.local_devices)),
             "replicax" if topology.survivors is not None else self._carrier_of(topology),
+            ""
+            if topology.host_sums is None
+            else f"; sums outside of programs by {topology.host_sums.transport}",
         )
 
     def _carrier_of(self, topology: Topology) -> str:
@@ -121,7 +125,12 @@ class MultiWorkerMirroredStrategy(Strategy):
             )
         devices = join_workers(membership, options.timeout_seconds or TIMEOUT_S)
         _say_what_communicates(options.implementation, devices[0].platform)
-        return Topology.of(devices, options.bytes_per_pack, devices_per_replica=devices_per_replica)
+        topology = Topology.of(devices, options.bytes_per_pack, devices_per_replica=devices_per_replica)
+        if options.implementation is not CommunicationImplementation.AUTO:
+            return topology
+        return dataclasses.replace(
+            topology, host_sums=sums_on_hosts(topology, membership, options.timeout_seconds or TIMEOUT_S)
+        )
 
 
 def _checked(options: CommunicationOptions | None) -> CommunicationOptions:

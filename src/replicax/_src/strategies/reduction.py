@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import numpy as np
 from replicax._src.collectives import in_replica
 from replicax._src.collectives.cross_device import CrossDeviceOps, Gathered
 from replicax._src.collectives.in_replica import Communicator, IndexedSlices
+from replicax._src.devices.sums_of_processes import SumsOfProcesses
 from replicax._src.devices.topology import Topology
 from replicax._src.jax_internals import jax_compat
 from replicax._src.lowering.spmd import in_flight
@@ -43,6 +45,8 @@ def reduce(topology: Topology, ops: CrossDeviceOps | None, op: ReduceOp, value: 
     """
     _check_not_none(value, "reduce")
     axes = _axes(axis)
+    if isinstance(value, PerReplica):  # nearly all calls
+        return _reduce_per_replica(topology, ops, op, value, axes)
     return jax.tree_util.tree_map(
         lambda leaf: _reduce_leaf(topology, ops, op, leaf, axes), value, is_leaf=_is_leaf
     )
@@ -181,8 +185,67 @@ def _reduce_per_replica(
         return _reduce_through(ops, op, value, checked)
     if isinstance(value.stored, jax_compat.Tracer):
         return _compute(op, value.num_replicas, value.is_equal, value.shapes, checked, value.stored)
+    if topology.host_sums is not None and checked is None and not value.is_equal:
+        added = _added_on_hosts(topology, topology.host_sums, op, value.stored)
+        if added is not None:
+            return added
     compute = _compiled(topology, op, value.num_replicas, value.is_equal, value.shapes, checked)
     return _launch(topology, compute, value)
+
+
+def _added_on_hosts(
+    topology: Topology, sums: SumsOfProcesses, op: ReduceOp, stored: jax.Array
+) -> jax.Array | None:
+    """Reduces an array [R, ...] of several processes over the replicas without a program. Returns None for a dtype that
+    only programs add.
+    """
+    form = _form_on_hosts(sums, op, stored.dtype, stored.shape[1:])
+    if form is None:
+        return None
+    parts = topology.rows_here(stored)
+    if form.wide is not None:
+        parts = [part.astype(form.wide) for part in parts]
+    with sums.program(form.name, form.text):
+        total = sums.all_reduce("sum", parts)
+    return topology.put_same(
+        total if op is ReduceOp.SUM else _mean(total, topology.num_replicas, stored.dtype)
+    )
+
+
+@dataclass(frozen=True)
+class _FormOnHosts:
+    """A reduction on the hosts.
+
+    Attributes:
+      name: The name for messages.
+      text: What all processes do alike.
+      wide: The dtype in which arrays are added; None for their own.
+    """
+
+    name: str
+    text: str
+    wide: Any
+
+
+@functools.lru_cache(maxsize=512)
+def _form_on_hosts(
+    sums: SumsOfProcesses, op: ReduceOp, dtype: Any, shape: tuple[int, ...]
+) -> _FormOnHosts | None:
+    is_mean, dtype = op is ReduceOp.MEAN, np.dtype(dtype)
+    if not sums.can_add(dtype) or not (is_mean or op is ReduceOp.SUM):
+        return None
+    wide = None
+    if is_mean and dtype.itemsize < 4:  # a mean fits even if the sum does not
+        wide = np.dtype(np.int32 if jnp.issubdtype(dtype, jnp.integer) else np.float32)
+    return _FormOnHosts(f"strategy.reduce({op.name})", f"{op.name} of {dtype.name}{list(shape)}", wide)
+
+
+def _mean(total: np.ndarray, count: int, dtype: np.dtype) -> np.ndarray:
+    is_inexact = jnp.issubdtype(dtype, jnp.inexact)
+    if not is_inexact:
+        total = total.astype(jnp.result_type(float))
+    mean = total / total.dtype.type(count)
+    return mean.astype(dtype) if is_inexact else mean
 
 
 def _launch(topology: Topology, compute: Computation, value: PerReplica) -> jax.Array:

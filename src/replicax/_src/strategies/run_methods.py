@@ -344,7 +344,8 @@ class RunMethods(_Members):
         return self._where_variables_are(reduction.gather(self.topology, value, axis))
 
     def _check_values(self, pytree: Any) -> None:
-        for leaf in jax.tree_util.tree_leaves(pytree, is_leaf=is_value):
+        is_one = isinstance(pytree, PerReplica)
+        for leaf in (pytree,) if is_one else jax.tree_util.tree_leaves(pytree, is_leaf=is_value):
             if isinstance(leaf, PerReplica) and leaf.is_of_whole_batch:
                 continue
             if isinstance(leaf, (PerReplica, Mirrored)) and leaf.num_replicas != self.num_replicas_in_sync:

@@ -6,10 +6,10 @@ is expected, and members that run different programs are found at their first di
 
 from __future__ import annotations
 
+import functools
 import struct
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Final, Self, final
+from typing import Any, Final, NamedTuple, Self
 
 from replicax._src.collectives.host_sums.ordered_addition import DTYPES, HostOp
 
@@ -27,9 +27,7 @@ class Content(IntEnum):
     RESULT = 3  # the result of the part that the sender owns
 
 
-@final
-@dataclass(frozen=True)
-class Exchange:
+class Exchange(NamedTuple):
     """One all-reduce. All members must give the same.
 
     Attributes:
@@ -58,8 +56,9 @@ class Exchange:
 
     def packed(self) -> bytes:
         """Returns the description as bytes, with which every head begins."""
-        codes = _OPS.index(self.op), DTYPES.index(self.dtype)
-        return _EXCHANGE.pack(self.epoch, self.step, self.rows, self.length, self.round, *codes)
+        return _EXCHANGE.pack(
+            self.epoch, self.step, self.rows, self.length, self.round, *_codes_of(self.op, self.dtype)
+        )
 
     @classmethod
     def unpacked(cls, head: bytes) -> Self | None:
@@ -70,6 +69,11 @@ class Exchange:
         if op >= len(_OPS) or dtype >= len(DTYPES):
             return None
         return cls(epoch, step, round_, rows, _OPS[op], DTYPES[dtype], length)
+
+
+@functools.lru_cache(maxsize=64)
+def _codes_of(op: HostOp, dtype: Any) -> tuple[int, int]:
+    return _OPS.index(op), DTYPES.index(dtype)
 
 
 def head_of(packed: bytes, content: Content, window_index: int = 0) -> bytes:

@@ -71,30 +71,37 @@ class Links:
           deadline: The deadline on the clock of ``time.monotonic``.
 
         Returns:
-          The rest of the head, valid until the next frame of this member is received.
+          The rest of the head of a frame without a body, valid until the next frame of this member is received.
 
         Raises:
           OtherExchange: The frame is of another exchange.
           LinkLost: This member, or another one, has ended the connection, or no frame came in time.
         """
-        rest: list[memoryview] = []
+        connection = self._links[place].connection
 
         def room(received: memoryview, num_bytes: int) -> memoryview:
             _compare(place, head, received)
             if num_bytes != len(memory):
                 raise ForeignPeerError(f"it sent {num_bytes} bytes, expected {len(memory)}")
-            rest.append(received[HEAD_BYTES:])
             return memory
 
-        self.receive_frame(place, room, deadline, head)
-        return rest[0]
+        try:
+            if not connection.has_bytes():
+                self._wait(place, head, deadline)
+            received = connection.receive(deadline, room)
+            if received is None:
+                return memory[:0]
+            if memory or received[:HEAD_BYTES] != head:
+                room(received, 0)
+            return received[HEAD_BYTES:]
+        except OSError as error:
+            self._raise_lost(place, error, head)
 
     def receive_frame(
         self,
         place: int,
         room: Callable[[memoryview, int], memoryview],
         deadline: float,
-        head: bytes | None = None,
     ) -> None:
         """Waits for the next frame of a member.
 
@@ -102,20 +109,19 @@ class Links:
           place: The member.
           room: A function that gets the frame's head and the number of bytes of its body, and returns memory for them.
           deadline: The deadline on the clock of ``time.monotonic``.
-          head: The start of the expected head, if it is the frame of an exchange.
 
         Raises:
-          OtherExchange, LinkLost: See ``receive``.
+          LinkLost: See ``receive``.
         """
         connection = self._links[place].connection
         try:
             if not connection.has_bytes():
-                self._wait(place, head, deadline)
+                self._wait(place, None, deadline)
             received = connection.receive(deadline, room)
             if received is not None:
                 room(received, 0)
         except OSError as error:
-            self._raise_lost(place, error, head)
+            self._raise_lost(place, error, None)
 
     def _wait(self, place: int, head: bytes | None, deadline: float) -> None:
         self.awaited, start = place, time.perf_counter()

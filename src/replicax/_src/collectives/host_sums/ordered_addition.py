@@ -7,6 +7,7 @@ rounded once, at the end: a sum in half precision would lose more with each repl
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any, Final
@@ -34,6 +35,13 @@ _BLOCK: Final = 64 * 1024
 """The number of elements that are combined at a time, so that the sum stays in the processor's cache."""
 
 
+@functools.lru_cache(maxsize=64)
+def can_add(dtype: Any) -> bool:
+    """True if arrays of a dtype can be added."""
+    return dtype in DTYPES and dtype != np.bool_
+
+
+@functools.lru_cache(maxsize=64)
 def check_dtype(op: HostOp, dtype: Any) -> None:
     """Checks that arrays of a dtype can be combined.
 

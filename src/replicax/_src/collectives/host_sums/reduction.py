@@ -5,7 +5,7 @@ The *place* of a member is its index in the world, in the order of the members' 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, final
 
 import numpy as np
@@ -18,16 +18,28 @@ from replicax._src.wire.buffers import Buffers
 
 _NUM_SLOTS: Final = 3
 """The windows that lie in shared memory at a time: one is sent ahead, one is added, and others still read one."""
+_IN_HEAD_BYTES: Final = 32 * 1024
+"""The most bytes of a member that travel in the head of its frame."""
 _WHOLE_BYTES: Final = 32 * 1024
-"""The most bytes of a member that it sends to all others whole. With 2 and 4 processes one hop takes less time up to
-here.
+_WHOLE_BYTES_OF_TWO: Final = 512 * 1024
+"""The most bytes of a member that it sends to all others whole, in one hop, which takes less time up to here. Two members
+send as many bytes in one hop as in two.
+"""
+_NUM_WHOLE: Final = 2
+"""The whole arrays of a member that lie in shared memory at a time: one is written while others still read one. It is
+written again two exchanges later, when all have answered the one between.
 """
 _NOTHING: Final = memoryview(b"")
 
 
 def shared_bytes(num_replicas: int, num_members: int) -> int:
     """Returns the bytes that a member with so many replicas shares with others of its host."""
-    return _NUM_SLOTS * (num_replicas * WINDOW_BYTES + part_bytes(num_members))
+    in_windows = _NUM_SLOTS * (num_replicas * WINDOW_BYTES + part_bytes(num_members))
+    return in_windows + _NUM_WHOLE * _most_whole(num_members)
+
+
+def _most_whole(num_members: int) -> int:
+    return _WHOLE_BYTES_OF_TWO if num_members == 2 else _WHOLE_BYTES
 
 
 @final
@@ -53,6 +65,7 @@ class Reduction:
         }
         self.holders = [holders[replica] for replica in sorted(holders)]
         self.buffers = Buffers()
+        self._num_whole = 0
         self._received: dict[int, np.ndarray] = {}
 
     def all_reduce(self, exchange: Exchange, arrays: Sequence[np.ndarray], deadline: float) -> np.ndarray:
@@ -71,8 +84,11 @@ class Reduction:
         result = self.buffers.lend(memory).view(exchange.dtype)
         run = _Run(self, exchange, arrays, memory.view(exchange.dtype), result, deadline)
         most_bytes = arrays[0].nbytes * max(self.num_replicas)  # the same on all members
-        if len(self.num_replicas) == 1 or most_bytes <= _WHOLE_BYTES:
+        if len(self.num_replicas) == 1 or most_bytes <= _IN_HEAD_BYTES:
             run.one_hop()
+        elif most_bytes <= _most_whole(len(self.num_replicas)):
+            self._num_whole += 1
+            run.one_hop_of_bodies(self._num_whole % _NUM_WHOLE)
         else:
             run.two_hops()
         return result
@@ -117,8 +133,25 @@ class _Run:
             content = self._links.receive(place, head, _NOTHING, self._deadline)
             shape = self._reduction.num_replicas[place], len(self._target)
             arrays[place] = list(np.frombuffer(content, self._dtype).reshape(shape))
-        ordered = [arrays[place][index] for place, index in self._reduction.holders]
-        combine(self._op, ordered, self._target)
+        self._combine(arrays, self._target)
+
+    def one_hop_of_bodies(self, slot: int) -> None:
+        """The same for larger arrays, which travel in shared memory or as bodies of frames."""
+        head, links, arrays = head_of(self._packed, Content.WHOLE), self._links.items(), self._arrays
+        if any(link.is_read for _, link in links):
+            for shared, array in zip(self._whole(self._reduction.memory, self._own, slot), arrays):
+                shared[...] = array
+        for place, link in links:
+            body = () if link.is_read else [_bytes_of(array) for array in arrays]
+            self._links.send(place, head, body, self._deadline)
+        whole: dict[int, Sequence[np.ndarray]] = {self._own: arrays}
+        for place, link in links:
+            if link.memory is not None:
+                self._links.receive(place, head, _NOTHING, self._deadline)
+                whole[place] = self._whole(link.memory, place, slot)
+            else:
+                whole[place] = self._received(place, head, len(self._target))
+        self._combine(whole, self._target)
 
     def two_hops(self) -> None:
         """Combines this member's part of each window. Slices are sent one window ahead, and sums are taken one late,
@@ -158,12 +191,8 @@ class _Run:
                 self._links.receive(place, head, _NOTHING, self._deadline)
                 slices[place] = self._slices(link.memory, place, window, own_part)
                 continue
-            num_replicas, length = self._reduction.num_replicas[place], own_part.stop - own_part.start
-            memory = self._reduction.received(place, num_replicas * length * self._dtype.itemsize)
-            self._links.receive(place, head, memory.data, self._deadline)
-            slices[place] = list(memory.view(self._dtype).reshape(num_replicas, length))
-        ordered = [slices[place][index] for place, index in self._reduction.holders]
-        combine(self._op, ordered, self._target[own_part])
+            slices[place] = self._received(place, head, own_part.stop - own_part.start)
+        self._combine(slices, self._target[own_part])
         head = head_of(self._packed, Content.RESULT, window.index)
         links = self._links.items()
         if any(link.is_read for _, link in links):
@@ -183,6 +212,17 @@ class _Run:
                 self._links.receive(place, head, _NOTHING, self._deadline)
                 self._target[part] = self._sum_of(link.memory, place, window)
 
+    def _received(self, place: int, head: bytes, length: int) -> list[np.ndarray]:
+        """Waits for an array of each replica of a member, in the body of a frame."""
+        num_replicas = self._reduction.num_replicas[place]
+        memory = self._reduction.received(place, num_replicas * length * self._dtype.itemsize)
+        self._links.receive(place, head, memory.data, self._deadline)
+        return list(memory.view(self._dtype).reshape(num_replicas, length))
+
+    def _combine(self, arrays: Mapping[int, Sequence[np.ndarray]], target: np.ndarray) -> None:
+        """Combines the arrays of the replicas of each member, given by place."""
+        combine(self._op, [arrays[place][index] for place, index in self._reduction.holders], target)
+
     @property
     def _own(self) -> int:
         return self._reduction.place
@@ -196,6 +236,14 @@ class _Run:
         num_bytes = (part.stop - part.start) * item_bytes
         starts = range(first, first + num_replicas * WINDOW_BYTES, WINDOW_BYTES)
         return [memory[start : start + num_bytes].view(self._dtype) for start in starts]
+
+    def _whole(self, memory: np.ndarray | None, place: int, slot: int) -> list[np.ndarray]:
+        """Returns the whole array of each replica of a member in its shared memory."""
+        assert memory is not None
+        num_replicas, num_bytes = self._reduction.num_replicas[place], self._target.nbytes
+        start = len(memory) - (slot + 1) * _most_whole(self._num_members)
+        part = memory[start : start + num_replicas * num_bytes]
+        return list(part.view(self._dtype).reshape(num_replicas, -1))
 
     def _sum_of(self, memory: np.ndarray | None, place: int, window: Window) -> np.ndarray:
         """Returns the part that a member has combined, in its shared memory."""

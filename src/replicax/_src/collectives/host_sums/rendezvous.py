@@ -64,7 +64,15 @@ class Rendezvous:
         self._listener = Listener(listen(host, port), security, self._serve)
         self.address = join_address(host, self._listener.port)
 
-    def meet(self, epoch: int, members: Sequence[Member], number: int, timeout_s: float) -> World:
+    def meet(
+        self,
+        epoch: int,
+        members: Sequence[Member],
+        number: int,
+        timeout_s: float,
+        *,
+        exchange_s: float | None = None,
+    ) -> World:
         """Waits until all members of an epoch are connected with each other. One thread meets and exchanges.
 
         Worlds of earlier epochs are ended and closed.
@@ -73,7 +81,8 @@ class Rendezvous:
           epoch: The number of the epoch, at least 0.
           members: All members, this process among them.
           number: The number of this process.
-          timeout_s: The longest time for the rendezvous, and for each exchange of the world.
+          timeout_s: The longest time for the rendezvous.
+          exchange_s: The longest time for each exchange of the world; None for the same.
 
         Raises:
           EpochEnded: The epoch has ended, or a member is lost or did not come in time.
@@ -96,7 +105,8 @@ class Rendezvous:
             _check_checksums(links.values())
             negotiation = Negotiation(links, members, number, deadline)
             memory = negotiation.run(shares_memory=self._shares_memory)
-            world = World(epoch, members, number, links, memory, timeout_s)
+            limit_s = timeout_s if exchange_s is None else exchange_s
+            world = World(epoch, members, number, links, memory, limit_s)
             self._register(world)
             return world
         except MemberLost as lost:

@@ -87,6 +87,19 @@ def make_segment(num_bytes: int) -> Segment | None:
         return None
 
 
+def why_not_shared() -> str | None:
+    """Returns the reason why processes of this host share no memory; None if they do."""
+    try:
+        segment = Segment(_START)
+        try:
+            _opened(segment.offer, _START)
+        finally:
+            segment.close()
+    except (OSError, AttributeError) as error:  # AttributeError: not on Linux
+        return str(error)
+    return None
+
+
 def open_offer(offer: Any, num_bytes: int) -> np.ndarray | None:
     """Returns the memory of another process, uint8, read-only; None if this process cannot share it.
 
