@@ -79,4 +79,17 @@ GROUPS: Final = (
             Row("shuffled arrays: a position in the middle, memory", "KiB", 0.0, floor=16.0),
         ),
     ),
+    Group(
+        "simulated members of the control channel",
+        "growth_controller",
+        (16, 64, 250, 1_000),
+        (16, 64, 250),
+        (
+            Row("start: a member joins, processor time for each", "µs", 0.0, floor=5.0),
+            Row("an all-gather: a member offers, processor time for each", "µs", 0.0, floor=5.0),
+            Row("steps: a heartbeat, processor time for each", "µs", 0.0, floor=5.0),
+            Row("steps: a tick, processor time for each", "µs", 0.0, floor=5.0),
+            Row("end: a member leaves and the others are told, processor time for each", "µs", 1.0),
+        ),
+    ),
 )
