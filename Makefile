@@ -65,7 +65,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo seams test test-core test-beside test-ps test-launch test-migrate test-plan-quick test-testing test-whole test-rest test-long test-all test-keras test-versions test-gpu test-peers test-plan test-engines test-browser fuzz fuzz-simulation pages docs docs-serve lint format bench bench-failures planted-faults clean
+.PHONY: help demo seams test test-core test-beside test-ps test-launch test-migrate test-plan-quick test-testing test-whole test-rest test-long test-all test-keras test-versions test-gpu test-peers test-plan test-engines test-browser fuzz fuzz-simulation pages docs docs-serve lint format bench bench-growth bench-failures planted-faults clean
 
 help:
 	@echo "make demo       train a small classifier on several virtual devices (examples/digits.py)"
@@ -96,6 +96,8 @@ help:
 	@echo "make lint       check the format, lint, check the types, and how the files hang together"
 	@echo "make format     format the code and fix what the linter can fix"
 	@echo "make bench      run the benchmarks"
+	@echo "make bench-growth  measure how costs grow with the work, beside the exponents that they may have (a quarter of an hour; ONLY=rows,"
+	@echo "                QUICK=1 without the largest sizes)"
 	@echo "make bench-failures  train while workers are killed, beside restarts, torchft and torchrun (an hour; ROUNDS=3, DURATION=60)"
 	@echo "make seams      print how the files hang together, beside what it may come to"
 	@echo "make planted-faults  plant small faults in rules of the core and of parameter servers, and run the quick tests that should"
@@ -239,6 +241,10 @@ seams: $(STAMP)
 bench: $(STAMP)
 	@echo "bench: benchmarks/run.py"
 	@$(BIN)/python benchmarks/run.py
+
+bench-growth: $(STAMP)
+	@echo "bench-growth: benchmarks/growth.py"
+	@$(BIN)/python benchmarks/growth.py $(if $(ONLY),--only $(ONLY)) $(if $(QUICK),--quick)
 
 bench-failures: $(STAMP) $(TORCHFT_STAMP)
 	@echo "bench-failures: benchmarks/failures.py, kill -9 of a worker every 20 s"

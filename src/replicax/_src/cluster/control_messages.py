@@ -98,7 +98,21 @@ def send(connection: Connection, message: Mapping[str, Any], deadline: float) ->
     Raises:
       OSError: The peer did not read the message in time, or the connection has ended.
     """
-    connection.send([(Kind.MESSAGE, json.dumps(message).encode(), ())], deadline)
+    send_text(connection, text_of(message), deadline)
+
+
+def text_of(message: Mapping[str, Any]) -> bytes:
+    """Returns a message as it is sent."""
+    return json.dumps(message).encode()
+
+
+def send_text(connection: Connection, text: bytes, deadline: float) -> None:
+    """Sends the text of a message, which may go to several peers.
+
+    Raises:
+      OSError: The peer did not read the message in time, or the connection has ended.
+    """
+    connection.send([(Kind.MESSAGE, text, ())], deadline)
 
 
 def receive(connection: Connection, deadline: float) -> dict[str, Any]:

@@ -22,7 +22,7 @@ import threading
 import time
 from typing import Any, final
 
-from replicax._src.cluster.control_messages import receive, security_of, send
+from replicax._src.cluster.control_messages import receive, security_of, send_text, text_of
 from replicax._src.cluster.spec import join_address, split_address
 from replicax._src.control.controller import Controller, JoinRefusal, Outbox
 from replicax._src.wire.connection import Connection
@@ -192,17 +192,23 @@ class ControllerServer:
     # --- under the lock ------------------------------------------------------------------------------------
 
     def _send(self, outbox: Outbox) -> None:
+        last, text = None, b""  # a message to all is written once
         for number, message in outbox:
             connection = self._members.get(number)
             if connection is not None:
-                self._write(connection, message)
+                if message is not last:
+                    last, text = message, text_of(message)
+                self._write_text(connection, text)
             if message["kind"] == "given_up":
                 self._members.pop(number, None)  # it may wake when another process has its place
                 self._changed.notify()
 
     def _write(self, connection: Connection, message: Any) -> None:
+        self._write_text(connection, text_of(message))
+
+    def _write_text(self, connection: Connection, text: bytes) -> None:
         try:
-            send(connection, message, time.monotonic() + _TAKE_MESSAGE_S)
+            send_text(connection, text, time.monotonic() + _TAKE_MESSAGE_S)
         except OSError:
             connection.cancel()  # its thread sees the end of the connection
 

@@ -46,13 +46,15 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from replicax._src.control import boundary_saves
+from replicax._src.control.agreed_sequence import AgreedSequence
 from replicax._src.control.boundary_saves import BoundarySaves
 from replicax._src.control.channel_member import QUIET_S, ChannelMember
 from replicax._src.control.epochs import KINDS as KINDS_OF_EPOCHS
 from replicax._src.control.epochs import EpochAgreement
 from replicax._src.control.moments import Report, reports_of_one_moment
 from replicax._src.control.save_rounds import KINDS, SaveRounds
-from replicax._src.control.sequence import AllGather, different_programs, drop_compared_runs, first_apart
+from replicax._src.control.sequence import AllGather, different_programs, first_apart
+from replicax._src.control.standings import Standings
 
 Message = Mapping[str, Any]
 Outbox = list[tuple[int, Message]]
@@ -96,6 +98,9 @@ class Controller:
         save_s: float = 600.0,
     ):
         self._members = [ChannelMember(name) for name in names]
+        self._all = range(len(names))
+        self._gone: set[int] = set()
+        self._agreed = AgreedSequence(self._members)
         self._silence_s, self._stall_s = silence_s, stall_s
         self._timeout_s, self._stuck_s = timeout_s, stuck_s
         self._all_gathers: dict[str, AllGather] = {}
@@ -117,11 +122,7 @@ class Controller:
         """True if the run is ending, and no process may join: a member is gone without which the others cannot
         continue, or all have finished.
         """
-        return (
-            self._epochs.has_ended
-            if self._epochs is not None
-            else any(member.gone for member in self._members)
-        )
+        return self._epochs.has_ended if self._epochs is not None else bool(self._gone)
 
     @property
     def is_saving(self) -> bool:
@@ -163,10 +164,11 @@ class Controller:
         refusal = self._refusal_of_mode(member, min_workers)
         if refusal is not None:
             return refusal
-        failed = next((other for other in self._members if other.gone == "failed"), None)
+        all_gone = [self._members[other] for other in sorted(self._gone)]
+        failed = next((other for other in all_gone if other.gone == "failed"), None)
         if failed is not None and failed is not member:
             return JoinRefusal(f"{failed.name} {_HOW['failed']}: {failed.text}")
-        gone = member if member.gone else next((other for other in self._members if other.gone), None)
+        gone = member if member.gone else next(iter(all_gone), None)
         if gone is not None and gone.gone is not None and not self._may_replace:
             return JoinRefusal(
                 f"{gone.name} has been here before, and {_HOW[gone.gone]}. A job restarts as a whole: end the other "
@@ -175,7 +177,9 @@ class Controller:
             )
         if member.gone:
             member = self._members[number] = ChannelMember(member.name, member.incarnation + 1)
+            self._gone.discard(number)
         member.is_here, member.heard_at = True, now
+        self._agreed.note(number)
         return None
 
     def note_twin(self, number: int) -> None:
@@ -191,7 +195,8 @@ class Controller:
         member = self._members[number]
         if member.is_here or self.epoch:
             return []
-        member.gone, member.text = "failed", text
+        member.text = text
+        self._note_end(number, "failed")
         outbox = self._to_all({"kind": "gone", "member": number, "how": "failed", "text": text, "status": {}})
         return outbox if self._epochs is None else [*outbox, *self._epochs.lose(number, "failed")]
 
@@ -252,13 +257,17 @@ class Controller:
             reminder = {"kind": "reminder", "key": key, "missing": _as_pairs(missing), "twins": twins}
             outbox += [(number, reminder) for number in gather.values]
         outbox += self._remind_of_reports(twins, now)
+        standings, num_gone = self._standings(), len(self._gone)
         for number, member in self._participants:
+            if len(self._gone) != num_gone:  # members that came too late were given up
+                standings, num_gone = self._standings(), len(self._gone)
             if member.is_present:
-                outbox += self._check_progress(number, now)
+                outbox += self._check_progress(number, standings, now)
         if self._watcher is not None:
             reports = reports_of_one_moment(
                 [member.reports if member.is_present else () for member in self._members]
             )
+            self._agreed.follow(self._numbers)
             tasks = [self._figures_of(number, report, now) for number, report in enumerate(reports)]
             outbox.append((self._watcher, {"kind": "figures", "tasks": tasks}))
         return outbox + self._boundaries.tick(now)
@@ -268,8 +277,12 @@ class Controller:
     @property
     def _participants(self) -> list[tuple[int, ChannelMember]]:
         """The members that continue together."""
-        numbers = range(len(self._members)) if self._epochs is None else self._epochs.members
-        return [(number, self._members[number]) for number in numbers]
+        return [(number, self._members[number]) for number in self._numbers]
+
+    @property
+    def _numbers(self) -> Sequence[int]:
+        """The numbers of the members that continue together; another object after each change."""
+        return self._all if self._epochs is None else self._epochs.members
 
     def _participants_at(self, date: int) -> list[tuple[int, ChannelMember]]:
         """Those that take part since a date, and complete its all-gathers."""
@@ -302,7 +315,7 @@ class Controller:
         """Applies a change of the epochs here. Returns its messages and those that follow from it."""
         for number, message in outbox:
             if message["kind"] == "given_up":
-                self._members[number].gone = "unreachable"
+                self._note_end(number, "unreachable")
                 self._saves.forget(number)
         ending = next((message for _, message in outbox if message["kind"] in ("over", "lost")), None)
         if ending is not None:  # a newcomer may not have reported yet
@@ -316,6 +329,7 @@ class Controller:
         self._all_gathers.clear()  # those that wait offer again
         for _, member in self._participants:
             member.next = None
+        self._agreed.forget()
         outbox += self._saves.continue_with(number for number, _ in self._participants)
         self._note_save()
         return outbox
@@ -328,12 +342,14 @@ class Controller:
     def _remind_of_reports(self, twins: list[int], now: float) -> Outbox:
         """Tells the members that have reported which reports the next epoch still needs."""
         awaited = [] if self._epochs is None else self._epochs.awaited
+        if not awaited:
+            return []
         missing = {
             number: self._members[number].status_at(now) if self._members[number].is_here else None
             for number in awaited
         }
         reminder = {"kind": "reminder", "key": "next epoch", "missing": _as_pairs(missing), "twins": twins}
-        return [(n, reminder) for n, _ in self._participants if n not in awaited] if awaited else []
+        return [(n, reminder) for n, _ in self._participants if n not in missing]
 
     def _figures_of(self, number: int, report: Report, now: float) -> dict[str, Any]:
         """Returns the name and the state of a member, and its reported figures while it is present."""
@@ -344,7 +360,7 @@ class Controller:
             return {"task": member.name, "state": state}
         if now - member.heard_at > QUIET_S:
             state = "silent"
-        elif self._epochs is not None and number not in self._epochs.members:
+        elif self._epochs is not None and not self._agreed.has(number):
             state = "entering"
         elif member.is_in_program and now - member.since >= self._stall_s:
             state = "stalled"
@@ -357,22 +373,31 @@ class Controller:
         key, position, member = message["key"], message.get("position"), self._members[number]
         if self._epochs is not None and not self._epochs.takes_part(number, message.get("epoch")):
             return []
-        participants = self._participants_at(message.get("since", 0))
-        if all(number != each for each, _ in participants):
+        since = message.get("since", 0)
+        self._agreed.follow(self._numbers)
+        if not self._agreed.has(number) or member.takes_part_since > since:
             return []
         if position is not None:
             member.heartbeat(dict(message["status"]), now)
-            member.next, member.next_date = (position, message["purpose"]), message.get("since", 0)
-        gather = self._all_gathers.setdefault(key, AllGather({}, date=message.get("since", 0)))
+            member.next, member.next_date = (position, message["purpose"]), since
+            self._agreed.note(number)
+            self._agreed.take_runs(number)
+        gather = self._all_gathers.setdefault(key, AllGather({}, date=since))
+        before = gather.position, gather.is_agreement
         if position is not None:
             gather.position, gather.is_agreement = position, "program" in message["purpose"]
-        gather.values[number] = message["value"]
-        if len(gather.values) < len(participants):
-            return self._compare_waits(now)
+        gather.offer(number, member, message["value"])
+        if len(gather.values) < self._agreed.num_at(since):
+            is_moved = before != (gather.position, gather.is_agreement)
+            if is_moved and self._agreed.may_have_passed(gather):
+                return self._compare_all_waits(now)
+            return self._compare_waits(number, now)
+        participants = self._participants_at(since)
         del self._all_gathers[key]
         if gather.position is not None:
             for _, member in participants:
                 member.next = None
+            self._agreed.forget()
         values = [gather.values[n] for n, _ in participants]
         if self._epochs is None:
             return self._to_all({"kind": "gathered", "key": key, "values": values})
@@ -383,7 +408,7 @@ class Controller:
         member = self._members[number]
         if not member.is_present:
             return []
-        member.gone = how
+        self._note_end(number, how)
         if self._epochs is not None:
             self._saves.forget(number)
             given_up: Outbox = [(number, {"kind": "given_up"})] if how in ("silent", "late") else []
@@ -400,31 +425,39 @@ class Controller:
         }
         return [*freezing, *self._to_all(message), *self._saves.lose(number)]
 
+    def _note_end(self, number: int, how: str) -> None:
+        self._members[number].gone = how
+        self._gone.add(number)
+        self._agreed.note(number)
+
     def _to_all(self, message: Message) -> Outbox:
         return [(number, message) for number, member in enumerate(self._members) if member.is_present]
 
-    def _check_progress(self, number: int, now: float) -> Outbox:
+    def _standings(self) -> Standings:
+        return Standings([(number, member) for number, member in self._participants if member.is_present])
+
+    def _check_progress(self, number: int, standings: Standings, now: float) -> Outbox:
         """Returns messages about a member that waits in a program for others, or is stuck in it with them."""
         member = self._members[number]
         if not member.is_in_program or self._is_failed:
             return []
-        present = [(n, other) for n, other in self._participants if other.is_present]
-        named = [(n, other) for n, other in present if _is_behind(other, member)]
-        is_stuck = not named
-        newcomers = [(n, other) for n, other in named if not other.takes_part]
+        behind, newcomers = standings.behind(member), standings.newcomers_behind(member)
+        is_stuck = not behind
         if not is_stuck:
             member.behind_at = now
-        else:
-            inside = [(n, m) for n, m in present if m.is_in_program and m.position == member.position]
-            named = [(n, other) for n, other in inside if "callback" in other.status] or inside
         limit_s, first_s = (
             (self._stuck_s, self._stuck_s / 2) if is_stuck else (self._timeout_s, self._stall_s)
         )
         # It is stuck from when the last member has come; until then it waits.
         waited_s = now - (max(member.since, member.behind_at) if is_stuck else member.since)
-        waits_for_newcomers = bool(named) and newcomers == named and not is_stuck
+        waits_for_newcomers = bool(newcomers) and len(newcomers) == len(behind)
         if waits_for_newcomers:  # which have the whole time from when they entered
             waited_s = min(waited_s, *(now - other.entered_at for _, other in newcomers))
+        if waited_s < first_s:
+            member.warned_s = 0.0
+        if waited_s < min(limit_s, max(first_s, 2 * member.warned_s)):
+            return []
+        named = standings.stuck_with(member) if is_stuck else behind
         message = {
             "waited_s": int(waited_s),
             "waiting": [number, member.status_at(now)],
@@ -437,10 +470,6 @@ class Controller:
         if waited_s >= limit_s:
             self._is_failed = True
             return self._boundaries.begin(now) + self._to_all({"kind": "timeout", **message})
-        if waited_s < first_s:
-            member.warned_s = 0.0
-        if waited_s < max(first_s, 2 * member.warned_s):
-            return []
         member.warned_s = waited_s
         return [(number, {"kind": "stalled", **message})]
 
@@ -448,18 +477,29 @@ class Controller:
         """Returns a mismatch if the member of the last heartbeat ran different programs than another, or has passed an
         agreement.
         """
-        participants = self._compared
-        if all(number != each for each, _ in participants):
+        self._agreed.follow(self._numbers)
+        self._agreed.note(number)
+        if not self._agreed.is_compared(number):
             self._members[number].runs.clear()
             return []
-        statuses = different_programs(number, participants)
-        if statuses:
-            return self._mismatch(statuses)
-        drop_compared_runs(self._members, participants)
-        return self._compare_waits(now)
+        if self._agreed.may_differ(number):
+            statuses = different_programs(number, self._compared)
+            if statuses:
+                return self._mismatch(statuses)
+            self._agreed.join_runs()
+        if self._agreed.count_heartbeat():
+            self._agreed.drop()
+        return self._compare_waits(number, now)
 
-    def _compare_waits(self, now: float) -> Outbox:
-        """Returns a mismatch if a member waits where another member has passed, or waits elsewhere."""
+    def _compare_waits(self, number: int, now: float) -> Outbox:
+        """Returns a mismatch if this member waits where another member has passed, or waits elsewhere; or the other way
+        round.
+        """
+        may_be_apart = not self._is_failed and self._agreed.may_be_apart(number, self._all_gathers.values())
+        return self._compare_all_waits(now) if may_be_apart else []
+
+    def _compare_all_waits(self, now: float) -> Outbox:
+        """Returns a mismatch if any member waits where another member has passed, or waits elsewhere."""
         apart = first_apart(self._members, self._compared, self._all_gathers.values())
         if apart is None:
             return []
@@ -487,13 +527,6 @@ _HOW = {
     "unreachable": "could not be reached by others",
     "late": "did not come to its first step in time",
 }
-
-
-def _is_behind(other: ChannelMember, member: ChannelMember) -> bool:
-    """Returns True if a member waits in a program for another one that has not reached it."""
-    if other.is_solo:  # it may run other programs before its first step
-        return not other.is_in_program or other.status["program"] != member.status["program"]
-    return other.position < member.position
 
 
 def _as_pairs(statuses: Mapping[int, Any]) -> list[list[Any]]:

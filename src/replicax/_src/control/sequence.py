@@ -20,6 +20,7 @@ it, so the controller knows from heartbeats which program each member ran at eve
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -42,12 +43,41 @@ class AllGather:
       position: The position of the next program; None if it is not in the sequence.
       is_agreement: True if it agrees on that program.
       date: Its date. Members that take part since then complete it.
+      has_threads: True if a member has offered that runs programs in several threads.
+      newest_since: The latest date since which a member takes part that has offered.
     """
 
     values: dict[int, Any]
     position: int | None = None
     is_agreement: bool = False
     date: int = 0
+    has_threads: bool = False
+    newest_since: int = 0
+
+    def offer(self, number: int, member: ChannelMember, value: Any) -> None:
+        """Takes the value of a member."""
+        self.values[number] = value
+        self.has_threads |= member.has_threads
+        self.newest_since = max(self.newest_since, member.takes_part_since)
+
+    def is_passed_by(self, number: int, member: ChannelMember, *, has_threads: bool) -> bool:
+        """Returns True if a member has reached its position without it.
+
+        Args:
+          has_threads: True if one of those that have offered runs programs in several threads.
+        """
+        if not member.is_present or self.position is None or number in self.values:
+            return False
+        if member.takes_part_since > self.date or self._is_awaited_by(member):
+            return False
+        if has_threads or member.has_threads:
+            return self.is_agreement and member.reached_program >= self.position
+        return member.reached >= self.position
+
+    def _is_awaited_by(self, member: ChannelMember) -> bool:
+        """Returns True if a member waits in an earlier all-gather, without newcomers that have offered to this one."""
+        is_before = member.next is not None and member.position < (self.position or 0)
+        return is_before and self.newest_since > member.next_date
 
 
 def different_programs(number: int, participants: Participants) -> dict[int, dict[str, Any]]:
@@ -55,18 +85,24 @@ def different_programs(number: int, participants: Participants) -> dict[int, dic
     member = next(member for each, member in participants if each == number)
     for other_number, other in participants:
         last = min(member.position, other.position)
-        position = _first_difference(member.runs, other.runs, last) if other_number != number else None
+        position = first_difference(member.runs, other.runs, last) if other_number != number else None
         if position is not None:
             return {number: _status_of(position, member.runs), other_number: _status_of(position, other.runs)}
     return {}
 
 
-def drop_compared_runs(members: Iterable[ChannelMember], participants: Participants) -> None:
-    """Drops the runs of all members that the present participants have passed."""
+def drop_compared_runs(members: Iterable[ChannelMember], participants: Participants) -> int:
+    """Drops the runs of all members that the present participants have passed. Returns their lowest position."""
     lowest = min((member.position for _, member in participants if member.is_present), default=-1)
     for member in members:
-        while len(member.runs) > 1 and member.runs[1].position <= lowest:
-            member.runs.pop(0)
+        drop_runs(member.runs, lowest)
+    return lowest
+
+
+def drop_runs(runs: Runs, lowest: int) -> None:
+    """Drops the runs that ended before a position."""
+    num_ended = bisect.bisect_right(runs, lowest, lo=min(1, len(runs)), key=lambda run: run.position) - 1
+    del runs[: max(0, num_ended)]
 
 
 def first_apart(
@@ -90,22 +126,8 @@ def _apart_in_all_gathers(
     for gather in all_gathers:
         has_threads = any(members[number].has_threads for number in gather.values)
         for number, member in participants:
-            if not member.is_present or number in gather.values or gather.position is None:
-                continue
-            if member.takes_part_since > gather.date or _waits_before(member, gather, members):
-                continue
-            if has_threads or member.has_threads:
-                has_reached = gather.is_agreement and member.reached_program >= gather.position
-            else:
-                has_reached = member.reached >= gather.position
-            if has_reached:
+            if gather.is_passed_by(number, member, has_threads=has_threads):
                 yield next(iter(gather.values)), number
-
-
-def _waits_before(member: ChannelMember, gather: AllGather, members: Sequence[ChannelMember]) -> bool:
-    """Returns True if a member waits in an earlier all-gather, without newcomers that have offered to this one."""
-    is_there = member.next is not None and member.position < (gather.position or 0)
-    return is_there and any(members[number].takes_part_since > member.next_date for number in gather.values)
 
 
 def _apart_in_reads(participants: Participants) -> Iterator[tuple[int, int]]:
@@ -116,20 +138,29 @@ def _apart_in_reads(participants: Participants) -> Iterator[tuple[int, int]]:
     for number, member in present:
         if member.reading is None:
             continue
-        position, num_reads, _ = member.reading
         for other_number, other in present:
-            goes_on = other.reached > position and other.reads <= num_reads
-            is_same_read = other.reading is not None and other.reading[1] == num_reads
-            if goes_on or (is_same_read and _is_elsewhere(member.reading, other.reading)):
+            if is_read_passed(member.reading, other.reached, other.reads) or is_read_elsewhere(
+                member.reading, other.reading
+            ):
                 yield number, other_number
 
 
-def _is_elsewhere(one: Reading, other: Reading | None) -> bool:
+def is_read_passed(reading: Reading, reached: int, num_reads: int) -> bool:
+    """Returns True if a member that has reached a position with so many reads has gone on without a read."""
+    return reached > reading[0] and num_reads <= reading[1]
+
+
+def is_read_elsewhere(reading: Reading, other: Reading | None) -> bool:
+    """Returns True if another member makes this read at another place."""
+    return other is not None and other[1] == reading[1] and _is_elsewhere(reading, other)
+
+
+def _is_elsewhere(one: Reading, other: Reading) -> bool:
     """Returns True if two reads of one number are made at different places. A dataset of a newcomer has no name."""
-    return other is None or one[0] != other[0] or (one[2] != other[2] and bool(one[2]) and bool(other[2]))
+    return one[0] != other[0] or (one[2] != other[2] and bool(one[2]) and bool(other[2]))
 
 
-def _first_difference(one: Runs, other: Runs, last: int) -> int | None:
+def first_difference(one: Runs, other: Runs, last: int) -> int | None:
     """Returns the first known position, up to ``last``, at which two members ran different programs."""
     if not one or not other:
         return None

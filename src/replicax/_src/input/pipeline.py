@@ -472,7 +472,8 @@ class ArrayDataset(Dataset):
     def shuffle(
         self, buffer_size: int | None = None, seed: int | None = None, reshuffle_each_iteration: bool = True
     ) -> ArrayDataset:
-        """Puts all elements in a uniformly random order.
+        """Puts all elements in a random order. Any part of it is computed when it is read, so neither time nor memory
+        grows with the rows.
 
         Args:
           buffer_size: Accepted as in tf.data, and ignored: all elements are shuffled.

@@ -14,11 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
-import numpy as np
-
 from replicax._src.input.arrays import batch_of_rows
 from replicax._src.input.chunks import ArrayRows, Chunk, chosen, mapped, permuted, read_pieces
 from replicax._src.input.element_specs import INFINITE, Cardinality
+from replicax._src.input.random_order import CipherOrder, DrawnOrder, RandomOrder, random_order
 
 Path = tuple[int, ...]
 """The number of a pass over the data, then those of the repetitions around a step. Equal paths give equal orders."""
@@ -250,12 +249,14 @@ class _ShuffleCursor(Cursor):
     """A cursor over shuffled windows. Its state is that of the stream before (``of``) and after (``to``) the window,
     the number of the window, and the number of its rows already read.
 
-    The seed, the path and the number of a window determine its order.
+    The seed, the path and the number of a window determine its order. Rows of arrays are put in order when they are
+    read, so neither a window nor a position in it takes longer if it has more of them.
     """
 
     def __init__(self, parent: Cursor, buffer_size: int, seeds: tuple[int, ...]):
         self._parent, self._buffer_size, self._seeds = parent, buffer_size, seeds
         self._window: Chunk = []
+        self._order: RandomOrder | None = None
         self._number = -1  # the number of the current window
         self._given = 0
         self._before: Any = None
@@ -266,7 +267,8 @@ class _ShuffleCursor(Cursor):
     def _piece(self, num_rows: int) -> Chunk | None:
         if self._given == len(self._window) and not self._fill():
             return None
-        piece = self._window[self._given : self._given + num_rows]
+        assert self._order is not None
+        piece = permuted(self._window, self._order.places(self._given, num_rows))
         self._given += len(piece)
         return piece
 
@@ -274,28 +276,31 @@ class _ShuffleCursor(Cursor):
         if self._given == len(self._window):
             return {"window": self._number, "given": 0, "of": self._parent.get_state()}
         to = self._parent.get_state()
-        return {"window": self._number - 1, "given": self._given, "of": self._before, "to": to}
+        kind = {"order": "computed"} if isinstance(self._order, CipherOrder) else {}
+        return {"window": self._number - 1, "given": self._given, "of": self._before, "to": to} | kind
 
     def set_state(self, state: Any) -> None:
         self._parent.set_state(state["of"])
         self._number, self._window, self._given = int(state["window"]), [], 0
         if state["given"]:
-            self._fill()
+            self._fill(is_drawn="order" not in state)  # older versions drew the order of every window
             self._given = int(state["given"])
             if self._given > len(self._window):
                 raise ValueError(
                     f"row {self._given} of a shuffled window was next, but the window has {len(self._window)} rows"
                 )
 
-    def _fill(self) -> bool:
+    def _fill(self, *, is_drawn: bool = False) -> bool:
         self._before = self._parent.get_state()
         window = self._parent.read(self._buffer_size)
         self._window, self._given = [], 0
         if not len(window):
             return False
         self._number += 1
-        order = np.random.default_rng((*self._seeds, self._number)).permutation(len(window))
-        self._window = permuted(window, order)
+        seeds = (*self._seeds, self._number)
+        is_drawn = is_drawn or not isinstance(window, ArrayRows)
+        self._order = (DrawnOrder if is_drawn else random_order)(seeds, len(window))
+        self._window = window
         return True
 
 

@@ -11,6 +11,7 @@ import abc
 import contextlib
 import itertools
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, final
 
@@ -145,6 +146,7 @@ class Capture(abc.ABC):
         self.num_replicas = num_replicas
         self.uneven = uneven
         self.entries: dict[int, Entry] = {}
+        self._num_holders = Counter[int]()  # the entries that have a value, by ``id`` of the value
         self.num_aggregated_reads = 0
         self.on_aggregate: Callable[[Sequence[str], Sequence[Any], Sequence[Any]], None] | None = None
         self.observer: Observer | None = None
@@ -244,7 +246,7 @@ class Capture(abc.ABC):
                 f"cannot be assigned to it (at {user_line()})."
             )
         value = jax.lax.convert_element_type(value, binding.dtype)
-        if self.tapes or any(e.current is value for e in self.entries.values() if e is not entry):
+        if self.tapes or self._num_holders[id(value)] > (entry.current is value):
             # TensorFlow does not differentiate through an assignment, and each variable's reads are its own.
             value = self._detached(value)
         self._assign(variable, entry, value, line or user_line())
@@ -258,7 +260,14 @@ class Capture(abc.ABC):
         if entry is None:
             binding = self.binding_of(variable)
             entry = self.entries[id(variable)] = Entry(binding, len(self.entries), self._first_value(binding))
+            self._num_holders[id(entry.current)] += 1
         return entry
+
+    def _hold(self, entry: Entry, value: Any, line: str) -> None:
+        """Makes ``value`` the value of an entry."""
+        self._num_holders[id(entry.current)] -= 1
+        self._num_holders[id(value)] += 1
+        entry.assign(value, line)
 
     def shapes_of_all_replicas(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Returns the shape of an array on each replica; this replica's is ``shape``."""
@@ -397,7 +406,7 @@ class TracedCapture(Capture):
         if self._branches:
             self._branches[-1].writes[id(variable)] = (variable, value, line)
             return
-        entry.assign(value, line)
+        self._hold(entry, value, line)
         if self.observer is not None:
             self.observer.written(entry.binding, entry.current, line)
         self._forget_inner_traces()

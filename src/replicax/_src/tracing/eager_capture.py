@@ -73,7 +73,7 @@ class EagerCapture(Capture):
 
     def close(self) -> None:
         """Releases all arrays, which would otherwise wait for the garbage collector."""
-        for each in (self.entries, self._late, self._records, self._inner_consts):
+        for each in (self.entries, self._num_holders, self._late, self._records, self._inner_consts):
             each.clear()
 
     # --- variables ------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ class EagerCapture(Capture):
             return jnp.copy(value)
 
     def _assign(self, variable: Any, entry: Any, value: Any, line: str) -> None:
-        entry.assign(value, line)
+        self._hold(entry, value, line)
 
     def store(self) -> None:
         """Gives the variables what the function assigned to them."""
