@@ -12,6 +12,7 @@ import pytest
 import replicax as rx
 from checks import message
 from replicax import errors
+from replicax._src.strategies import reduction
 
 
 @pytest.fixture(scope="module")
@@ -385,3 +386,37 @@ def test_reduction_by_its_name_is_an_error_where_a_member_is_needed():
         errors.ReductionError, lambda: values(rx.CrossDeviceOps(), "mean", jnp.ones(3), None, None)
     )
     assert "Cannot reduce by 'mean'" in says
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3, 8])
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
+def test_reducing_numbers_that_are_ready_runs_no_program_and_gives_its_bits(num_replicas, op, monkeypatch):
+    strategy = rx.MirroredStrategy([f"cpu:{r}" for r in range(num_replicas)])
+    rng = np.random.default_rng(0)
+    rows = (rng.normal(size=(num_replicas, 8)) * 10.0 ** rng.integers(-20, 38, (num_replicas, 8))).astype(
+        "f4"
+    )
+    rows[:, 0], rows[:, 1], rows[0, 2], rows[-1, 2], rows[0, 3] = -0.0, 3e38, np.inf, -np.inf, np.nan
+    equal = strategy.run(lambda x: x, args=(strategy.replicate(rows[0]),))
+    values = {"rows": distribute(strategy, *rows), "equal": equal}
+    if op == "SUM":
+        integers = rng.integers(-(2**31), 2**31, rows.shape)
+        values["integers"] = distribute(strategy, *integers, dtype=np.int32)
+    jax.block_until_ready([value.stored for value in values.values()])
+    of_program = reduction._launch
+    monkeypatch.setattr(reduction, "_launch", None)
+    on_host = {name: strategy.reduce(op, value, axis=None) for name, value in values.items()}
+    monkeypatch.setattr(reduction, "_launch", of_program)
+    monkeypatch.setattr(reduction, "_is_quick_on_host", lambda *_: False)
+    for name, value in values.items():
+        expected, result = strategy.reduce(op, value, axis=None), on_host[name]
+        assert (result.dtype, result.sharding) == (expected.dtype, expected.sharding)
+        np.testing.assert_array_equal(np.asarray(result).view("u4"), np.asarray(expected).view("u4"), name)
+
+
+def test_reducing_numbers_that_xla_rounds_to_zero_gives_its_bits(two, monkeypatch):
+    values = distribute(two, [1e-45, 1.2e-38], [1e-45, -1e-38])
+    jax.block_until_ready(values.stored)
+    result = two.reduce("SUM", values, axis=None)
+    monkeypatch.setattr(reduction, "_is_quick_on_host", lambda *_: False)
+    np.testing.assert_array_equal(np.asarray(result), np.asarray(two.reduce("SUM", values, axis=None)))

@@ -27,6 +27,10 @@ from replicax._src.variables.variable import Variable
 from replicax._src.vocabulary.errors import ReductionError, UnsupportedError
 from replicax._src.vocabulary.options import ReduceOp
 
+_MAX_ON_HOST = 64  # numbers
+_ON_HOST = {ReduceOp.SUM: ("float32", "int32"), ReduceOp.MEAN: ("float32",)}
+_TINY = 1e-30
+
 Axis = int | tuple[int, ...] | list[int] | None
 """None: over replicas only; otherwise over axes of the values too."""
 Computation = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
@@ -189,6 +193,10 @@ def _reduce_per_replica(
         added = _added_on_hosts(topology, topology.host_sums, op, value.stored)
         if added is not None:
             return added
+    if checked is None and _is_quick_on_host(topology, op, value):
+        result = _reduced_on_host(op, value)
+        if result is not None:
+            return topology.put_parts(result.shape, [result] * value.num_replicas, topology.replicated)
     compute = _compiled(topology, op, value.num_replicas, value.is_equal, value.shapes, checked)
     return _launch(topology, compute, value)
 
@@ -246,6 +254,43 @@ def _mean(total: np.ndarray, count: int, dtype: np.dtype) -> np.ndarray:
         total = total.astype(jnp.result_type(float))
     mean = total / total.dtype.type(count)
     return mean.astype(dtype) if is_inexact else mean
+
+
+def _is_quick_on_host(topology: Topology, op: ReduceOp, value: PerReplica) -> bool:
+    """Returns True for a few numbers that the CPU devices of this process have computed already."""
+    array = value.stored
+    return (
+        topology.needs_token
+        and topology.num_logical_devices == 1
+        and array.size <= _MAX_ON_HOST
+        and array.dtype.name in _ON_HOST.get(op, ())
+        and array.sharding == (topology.replicated if value.is_equal else topology.per_replica)
+        and array.is_ready()
+    )
+
+
+def _reduced_on_host(op: ReduceOp, value: PerReplica) -> np.ndarray | None:
+    """Returns the bits that the program returns, in a fifth of its time: its devices wait for each other.
+
+    Returns None for numbers that XLA may round to zero. NumPy does not do so.
+    """
+    array, count = value.stored, value.num_replicas
+    with np.errstate(all="ignore"):
+        if value.is_equal:
+            terms = np.asarray(array.addressable_data(0))
+            total = terms if op is ReduceOp.MEAN else terms * terms.dtype.type(count)
+        else:
+            terms = np.concatenate([np.asarray(array.addressable_data(r)) for r in range(count)])
+            total = functools.reduce(np.add, terms, np.zeros_like(terms[0]))
+            if op is ReduceOp.MEAN:
+                total = total * (1 / total.dtype.type(count))  # XLA divides so by a constant
+    is_tiny = terms.dtype.kind == "f" and (_has_tiny(terms) or _has_tiny(total))
+    return None if is_tiny else np.asarray(total)
+
+
+def _has_tiny(numbers: np.ndarray) -> bool:
+    sizes = np.abs(numbers)
+    return bool(((sizes > 0) & (sizes < _TINY)).any())
 
 
 def _launch(topology: Topology, compute: Computation, value: PerReplica) -> jax.Array:
