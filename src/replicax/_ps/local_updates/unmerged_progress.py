@@ -1,0 +1,67 @@
+"""``UnmergedProgress``: the one invariant of local updates, for a fragment of a group. Pure, for values of any kind.
+
+What a group has computed and not yet pushed is ``w - base``: ``w`` are its parameters, ``base`` is where that work
+began. A push is ``base - w``, a pseudo-gradient. So late, lost and overlapping pushes are one case: the group keeps
+each push until it adopts outer parameters that have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic, Protocol, Self, TypeVar, final
+
+
+class Summable(Protocol):
+    """Numbers or arrays."""
+
+    def __add__(self, other: Self, /) -> Self: ...
+
+    def __sub__(self, other: Self, /) -> Self: ...
+
+
+V = TypeVar("V", bound=Summable)
+
+
+@final
+class UnmergedProgress(Generic[V]):
+    """What a group has computed beyond the outer parameters that it has adopted.
+
+    Args:
+      base: The outer parameters that it begins with.
+
+    Attributes:
+      base: Where the work that was not pushed began.
+      pushes: The pushes by number that are in no adopted outer parameters.
+    """
+
+    def __init__(self, base: V):
+        self.base = base
+        self.pushes: dict[int, V] = {}
+
+    def take(self, number: int, w: V) -> V:
+        """Returns the next push: all that was not pushed."""
+        push = self.pushes[number] = self.base - w
+        self.base = w
+        return push
+
+    def adopt(
+        self, w: V, outer: V, *, keeps: Sequence[int], returns: Sequence[int] = (), drops: bool = False
+    ) -> V:
+        """Returns the new parameters: outer parameters and this group's work that they lack.
+
+        Args:
+          w: The parameters until now.
+          outer: The outer parameters.
+          keeps: The numbers of pushes that a later version has.
+          returns: The numbers of pushes that a server has lost. They count as not pushed.
+          drops: True to forget the work that was not pushed.
+        """
+        unpushed = None if drops else w - self.base
+        self.base = outer
+        for number in keeps:
+            self.base = self.base - self.pushes[number]
+        w = self.base if unpushed is None else self.base + unpushed
+        for number in returns:
+            w = w - self.pushes[number]
+        self.pushes = {number: self.pushes[number] for number in keeps}
+        return w
