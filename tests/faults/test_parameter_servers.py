@@ -347,7 +347,8 @@ def test_the_counter_is_exact(job, num_kills):
 def test_the_counter_is_exact_when_workers_are_killed_amid_functions_that_travel_together(
     job, num_kills, monkeypatch
 ):
-    monkeypatch.setattr(worker_state, "_FAST_S", 10.0)  # they are quick, however busy the machine is
+    monkeypatch.setattr(worker_state, "_DEPTHS", (8, 32))  # they are quick, however busy the machine is
+    monkeypatch.setattr(worker_state, "_SLOW_S", 10.0)
     amid, running = [], worker_state.WorkerState.running
 
     def noted(self):

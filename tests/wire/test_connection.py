@@ -265,38 +265,42 @@ def test_frames_that_arrived_together_are_reported(pair):
     assert not receiver.wait(0.0)
 
 
-def arrived(connection, deadline=None):
-    """True once a full small message has arrived; False at the deadline."""
-    deadline = soon() if deadline is None else deadline
-    while not connection.has_arrived():
-        if time.monotonic() > deadline:
-            return False
+def arrived(connection, num=1, deadline=None):
+    """The heads of small messages that have arrived, once there are so many, or at the deadline."""
+    heads, deadline = [], soon() if deadline is None else deadline
+    while len(heads) < num and time.monotonic() < deadline:
+        heads += map(bytes, connection.receive_arrived())
         select.select([connection], [], [], 0.01)
-    return True
+    return heads
 
 
-def test_small_frames_are_reported_when_they_have_arrived(pair):
+def test_small_messages_are_received_together_when_they_have_arrived(pair):
     sender, receiver = pair
-    assert not receiver.has_arrived()  # it does not wait
-    sender.send([(Kind.MESSAGE, text * 50, ()) for text in (b"x", b"y")], soon())
-    assert arrived(receiver)
-    assert taken(receiver)[0] == b"x" * 50
-    assert receiver.has_arrived()
-    assert taken(receiver)[0] == b"y" * 50
-    assert not receiver.has_arrived()
+    assert receiver.receive_arrived() == []  # it does not wait
+    sender.send([(Kind.MESSAGE, text * 50, ()) for text in (b"x", b"y", b"z")], soon())
+    assert arrived(receiver, 3) == [b"x" * 50, b"y" * 50, b"z" * 50]
+    assert receiver.bytes_in == 3 * (HEADER_BYTES + 50)
     assert not receiver.has_bytes()
-    sender.send([(Kind.MESSAGE, b"", [b"body"])], soon())
-    assert not arrived(receiver, soon(0.1))  # one with a body is none
+    sender.send([(Kind.MESSAGE, b"small", ()), (Kind.MESSAGE, b"", [b"body"])], soon())
+    assert arrived(receiver, 2, soon(0.1)) == [b"small"]  # one with a body is left to ``receive``
     assert receiver.has_bytes()
     assert taken(receiver)[1] == b"body"
+
+
+def test_messages_before_a_damaged_one_are_received():
+    frames = [(Kind.MESSAGE, b"x", ()), (Kind.MESSAGE, b"y", ()), (Kind.MESSAGE, b"z", ())]
+    with connection_with(bytes_of(frames)[:-1] + b"Z") as connection:
+        assert [bytes(head) for head in connection.receive_arrived()] == [b"x", b"y"]
+        for _ in range(2):
+            with pytest.raises(DamagedFrameError):
+                connection.receive_arrived()
 
 
 def test_end_of_the_peer_is_reported_after_its_last_frame(pair):
     sender, receiver = pair
     sender.send([(Kind.MESSAGE, b"last", ())], soon())
-    assert arrived(receiver)
+    assert arrived(receiver) == [b"last"]
     sender.close()
-    assert taken(receiver)[0] == b"last"
     with pytest.raises(PeerEndedError):
         arrived(receiver)
 
@@ -304,7 +308,7 @@ def test_end_of_the_peer_is_reported_after_its_last_frame(pair):
 def test_reason_of_the_peer_is_left_to_receive(pair):
     sender, receiver = pair
     with in_a_thread(sender.end, "enough"):
-        assert not arrived(receiver, soon(0.2))
+        assert not arrived(receiver, 1, soon(0.2))
         with pytest.raises(PeerEndedError) as caught:
             receiver.receive(soon())
         receiver.close()
@@ -318,23 +322,28 @@ def test_reason_of_the_peer_is_left_to_receive(pair):
 def test_looking_again_for_a_large_frame_does_not_end_the_connection(size, before):
     frames = [(Kind.MESSAGE, b"b" * before, b""), (Kind.MESSAGE, b"h" * size, b""), (Kind.MESSAGE, b"z", b"")]
     with connection_with(bytes_of(frames)) as connection:
-        for _, head, _ in frames:
+        left = [head for _, head, _ in frames]
+        while left:
             for _ in range(2 * _BUFFER_BYTES // _FIRST_BYTES):
-                connection.has_arrived()
-            assert taken(connection)[0] == head
+                for head in connection.receive_arrived() if left else ():
+                    assert bytes(head) == left.pop(0)
+            if left:
+                assert taken(connection)[0] == left.pop(0)
         with pytest.raises(PeerEndedError):
-            connection.has_arrived()
+            connection.receive_arrived()
 
 
 @settings(max_examples=100)
 @given(some_frames, st.lists(st.integers(1, 2**15), max_size=60) | st.lists(st.integers(1, 30)), st.data())
 def test_frames_are_the_same_however_often_one_looks_for_them(frames, sizes, data):
     with connection_with(bytes_of(frames), sizes) as connection:
-        for _, head, body in frames:
+        left = [(head, body) for _, head, body in frames]
+        while left:
             for _ in range(data.draw(st.integers(0, 12))):
-                is_here = connection.has_arrived()
-                assert not (is_here and body)
-            assert taken(connection) == (head, body)
+                for head in connection.receive_arrived() if left else ():
+                    assert (bytes(head), b"") == left.pop(0)
+            if left:
+                assert taken(connection) == left.pop(0)
 
 
 def test_bytes_are_counted(pair):

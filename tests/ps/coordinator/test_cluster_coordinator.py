@@ -172,7 +172,8 @@ def test_workers_continue_after_errors(coordinator):
 @pytest.fixture
 def quick(cluster, coordinator, monkeypatch):
     """A quick function, so that closures of it travel in groups; and the event that its first call at -1 waits for."""
-    monkeypatch.setattr(worker_state, "_FAST_S", 1000.0)
+    monkeypatch.setattr(worker_state, "_DEPTHS", (8, 32))
+    monkeypatch.setattr(worker_state, "_SLOW_S", 1000.0)
     go = threading.Event()
 
     def step(call, x):

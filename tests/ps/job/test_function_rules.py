@@ -5,6 +5,7 @@ import pytest
 from driven_job import DrivenJob, connected, numbers_of
 from replicax._ps.job.actions_out import CloseWorker, MakeProgram, SendToWorker, Settle
 from replicax._ps.job.events_in import Answered, Failed, FunctionNeeds, ResourceAdded, Scheduled
+from replicax._ps.job.worker_state import WorkerState
 from replicax._src.input.dataset import OutOfRangeError
 from replicax._src.vocabulary.errors import (
     CancelledError,
@@ -39,6 +40,27 @@ def test_idle_workers_get_functions_first_and_then_those_with_one():
     waiting = driven.schedule()  # nothing was measured, so each gets one
     driven.works({}, worker="worker 1")
     assert driven.sent("worker 1") == [("closure", waiting)]
+
+
+def test_of_idle_workers_that_which_became_idle_last_gets_the_next_function():
+    driven = connected(3)
+    for number in (1, 0, 2, 2):
+        for _ in range(3):
+            driven.schedule()
+        for other in {0, 1, 2} - {number}:
+            driven.works({}, worker=f"worker {other}")
+        driven.works({}, worker=f"worker {number}")
+        driven.schedule()
+        assert driven.sent(f"worker {number}")
+        driven.works({}, worker=f"worker {number}")
+
+
+@pytest.mark.parametrize(("took_s", "depth"), [(0.0001, 32), (0.0011, 7), (0.003, 2), (0.09, 2), (0.5, 1)])
+def test_as_many_functions_are_in_flight_as_end_within_8_ms(took_s, depth):
+    worker = WorkerState("worker 0")
+    for n in range(1, 200):
+        worker.measure(1, (n - 1) * took_s, n * took_s)
+    assert worker.depth == depth
 
 
 def test_a_fast_worker_gets_several_and_a_slow_one_leaves_them_to_others():

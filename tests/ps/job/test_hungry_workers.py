@@ -41,13 +41,14 @@ class Workers:
         self.waiting = []  # those that may be found, in the order in which they were put there
         for worker in self.workers:
             self.queue.back(worker.name)
-            self.put(worker)
+            self.put(worker, is_new=True)
 
-    def put(self, worker):
+    def put(self, worker, *, is_new=False):
         if worker in self.waiting:
             self.waiting.remove(worker)
-        self.waiting.append(worker)
-        self.hungry.put(worker, self.queue.in_flight(worker.name))
+        num_in_flight = self.queue.in_flight(worker.name)
+        self.waiting.insert(len(self.waiting) if num_in_flight or is_new else 0, worker)
+        self.hungry.put(worker, num_in_flight, is_new=is_new)
 
     def load(self, worker):
         return min(self.queue.in_flight(worker.name), 2)
@@ -93,7 +94,7 @@ class Workers:
                 self.waiting.remove(worker)
                 queue.lost(worker.name)
                 queue.back(worker.name)
-                self.put(worker)
+                self.put(worker, is_new=True)
 
 
 @given(MODES, STEPS)

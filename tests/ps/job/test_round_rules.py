@@ -25,9 +25,9 @@ def test_a_complete_round_is_applied_and_then_the_next_one_begins():
     driven.answer(apply)
     assert not any(driven.outbox.values())  # values are read again first
     driven.answer(driven.performed("renew"))
-    [request] = driven.outbox["worker 0"]
+    [request] = driven.outbox["worker 1"]  # it became idle last
     assert (request.what, request.header["round"]) == (2, 8)
-    driven.works({})
+    driven.works({}, worker="worker 1")
     assert driven.ended[idle].error is None  # the last gradient waits for another one
     assert driven.job.num_waiting_gradients == 1
     assert driven.job.statistics()["closures"]["rounds"] == 1
@@ -95,7 +95,7 @@ def test_a_round_is_not_tried_again_after_the_job_broke():
     driven.servers.hooks.mended("ps 0")
     for _ in range(2):
         driven.schedule(round_key="v")
-    for number in range(2):
+    for number in (1, 0):  # worker 1 became idle last, so it got the first function
         driven.works({}, worker=f"worker {number}")
     assert driven.performed("apply_round").arguments == (1, 1, (3, 4))
 

@@ -10,6 +10,7 @@ import weakref
 from typing import Final, final
 
 _HAS_EPOLL: Final = sys.platform == "linux"  # a wait for thousands of descriptors costs as much as for one
+_ONE: Final = (1).to_bytes(8, sys.byteorder)
 
 
 @final
@@ -17,8 +18,11 @@ class Bell:
     """A descriptor that is readable once any thread has rung, until it is silenced."""
 
     def __init__(self) -> None:
-        self._hears, self._rings = os.pipe()
-        for descriptor in (self._hears, self._rings):
+        if sys.platform == "linux":
+            self._hears = self._rings = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        else:
+            self._hears, self._rings = os.pipe()
+        for descriptor in {self._hears, self._rings}:
             os.set_blocking(descriptor, False)
             weakref.finalize(self, os.close, descriptor).atexit = False
 
@@ -27,7 +31,7 @@ class Bell:
 
     def ring(self) -> None:
         with contextlib.suppress(BlockingIOError):  # it rings already
-            os.write(self._rings, b"\0")
+            os.write(self._rings, _ONE)
 
     def silence(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -39,10 +43,15 @@ class Readable:
     """The descriptors for which one thread waits. Only ``ring`` may be called from other threads."""
 
     def __init__(self) -> None:
-        self._poll = select.epoll() if _HAS_EPOLL else select.poll()
         self._bell = Bell()
         self._of_bell = self._bell.fileno()
-        self._poll.register(self._of_bell, select.POLLIN)
+        if sys.platform == "linux":
+            self._poll = select.epoll()
+            # Each ring ends one wait, so that nobody needs to silence the bell.
+            self._poll.register(self._of_bell, select.EPOLLIN | select.EPOLLET)
+        else:
+            self._poll = select.poll()
+            self._poll.register(self._of_bell, select.POLLIN)
         self.ring = self._bell.ring
 
     def add(self, descriptor: int) -> None:
@@ -60,7 +69,8 @@ class Readable:
         ]
         if self._of_bell in ready:
             ready.remove(self._of_bell)
-            self._bell.silence()
+            if not _HAS_EPOLL:
+                self._bell.silence()
         return ready
 
     def close(self) -> None:

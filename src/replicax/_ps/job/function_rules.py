@@ -64,7 +64,7 @@ class FunctionRules:
         """Gives functions to a worker that is connected, for the first time or again."""
         self._queue.back(worker.name)
         self.sending.send_resources(worker)
-        self._place(worker)
+        self._place(worker, is_new=True)
 
     def lost(self, worker: WorkerState) -> None:
         """Requeues the functions of a worker that is lost."""
@@ -91,11 +91,11 @@ class FunctionRules:
             self._fail(worker, closure, error)
         self._place(worker)
 
-    def _place(self, worker: WorkerState) -> None:
+    def _place(self, worker: WorkerState, *, is_new: bool = False) -> None:
         """Puts a worker where it is found if it wants more functions."""
         num_in_flight = self._queue.in_flight(worker.name)
         if worker.num_wanted(num_in_flight):
-            self._hungry.put(worker, num_in_flight)
+            self._hungry.put(worker, num_in_flight, is_new=is_new)
         else:
             self._hungry.remove(worker)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import final
 
 from replicax._ps.job.closures import ClosureQueue
@@ -10,23 +11,31 @@ from replicax._ps.job.worker_state import WorkerState
 
 @final
 class HungryWorkers:
-    """Ordered sets of workers: idle ones, those with one function, and those with more. The first have waited longest.
+    """Ordered sets of workers: idle ones, those with one function, and those with more.
 
-    A worker that must wait for the slowest one is put aside until that one is further.
+    Busy workers that have waited longest come first. Of the idle ones, that which became idle last comes first: its
+    processor's caches still have what functions need. A worker that must wait for the slowest one is put aside until
+    that one is further.
     """
 
     def __init__(self, queue: ClosureQueue):
         self._queue = queue
-        self._by_load: tuple[dict[WorkerState, None], ...] = ({}, {}, {})
-        self._ahead: dict[WorkerState, None] = {}
-        self._place_of: dict[WorkerState, dict[WorkerState, None]] = {}
+        self._by_load: tuple[OrderedDict[WorkerState, None], ...] = (
+            OrderedDict(),
+            OrderedDict(),
+            OrderedDict(),
+        )
+        self._ahead: OrderedDict[WorkerState, None] = OrderedDict()
+        self._place_of: dict[WorkerState, OrderedDict[WorkerState, None]] = {}
         self._slowest: int | None = None  # when those ahead were put aside
 
-    def put(self, worker: WorkerState, num_in_flight: int) -> None:
-        """Adds a worker behind the others that are as busy."""
+    def put(self, worker: WorkerState, num_in_flight: int, *, is_new: bool = False) -> None:
+        """Adds a worker: an idle one before the other idle ones, if it is not new, and a busy one behind the others."""
         self._move(worker, self._by_load[num_in_flight if num_in_flight < 2 else 2])
+        if not num_in_flight and not is_new:
+            self._by_load[0].move_to_end(worker, last=False)
 
-    def _move(self, worker: WorkerState, to: dict[WorkerState, None]) -> None:
+    def _move(self, worker: WorkerState, to: OrderedDict[WorkerState, None]) -> None:
         before = self._place_of.get(worker)
         if before is not None:
             del before[worker]
@@ -68,7 +77,7 @@ class HungryWorkers:
         return None
 
     def _first(
-        self, workers: dict[WorkerState, None], *, all_alike: bool
+        self, workers: OrderedDict[WorkerState, None], *, all_alike: bool
     ) -> tuple[WorkerState | None, list[WorkerState]]:
         """Returns the first worker that may take a function, and those before it that are too far ahead."""
         aside: list[WorkerState] = []

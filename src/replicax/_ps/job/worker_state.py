@@ -11,9 +11,8 @@ from replicax._ps.job.actions_out import ToWorker
 from replicax._ps.job.closures import Closure
 from replicax._ps.job.events_in import NO_NEEDS, FunctionNeeds
 
-_DEPTH: Final = 2  # functions in flight; 1 if they are slow
-_FAST_DEPTHS: Final = 8, 32  # more for faster ones, so that all are done within _FLIGHT_S
-_FAST_S, _SLOW_S, _FLIGHT_S = 0.001, 0.1, 0.008
+_DEPTHS: Final = 2, 32  # functions in flight: more for faster ones, so that all are done within _FLIGHT_S
+_FLIGHT_S, _SLOW_S = 0.008, 0.1  # of slow ones only one is in flight
 _WEIGHT, _MOST_WEIGHT = 0.1, 0.5
 
 
@@ -200,8 +199,8 @@ class WorkerState:
         took_s = now - max(self._answered_at, sent_at)
         self._answered_at = now
         self._took_s += min(num_functions * _WEIGHT, _MOST_WEIGHT) * (took_s / num_functions - self._took_s)
-        least, most = _FAST_DEPTHS
-        if self._took_s < _FAST_S:
-            self.depth = min(max(least, int(_FLIGHT_S / max(self._took_s, 1e-6))), most)
+        least, most = _DEPTHS
+        if self._took_s > _SLOW_S:
+            self.depth = 1
         else:
-            self.depth = 1 if self._took_s > _SLOW_S else _DEPTH
+            self.depth = min(max(least, int(_FLIGHT_S / max(self._took_s, 1e-6))), most)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
@@ -24,11 +23,12 @@ LARGEST_HEADER: Final = 16 * 2**20
 
 _Bytes = bytes | bytearray | memoryview
 _LENGTHS: Final = struct.Struct("<II")
+_SMALL_BYTES: Final = 512
+_BLOCK_BYTES: Final = 4096  # of the memory for small arrays; it lives as long as one of them
 _JSON: Final = json.JSONEncoder(separators=(",", ":"), check_circular=False)
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(NamedTuple):
     """A header of JSON values, and arrays of any dtype of JAX (bfloat16 and similar ones by ``ml_dtypes``).
 
     Attributes:
@@ -40,7 +40,7 @@ class Message:
     """
 
     header: Mapping[str, Any]
-    arrays: Sequence[np.ndarray] = field(default_factory=tuple)
+    arrays: Sequence[np.ndarray] = ()
 
 
 class Encoded(NamedTuple):
@@ -88,6 +88,8 @@ def header_bytes(fields: Mapping[str, Any]) -> bytes:
     Raises:
       MessageError: It has values that are not JSON, or is too large.
     """
+    if not fields:  # many answers
+        return b"{}"
     try:
         text = _JSON.encode(fields).encode()
     except (TypeError, ValueError, RecursionError) as error:
@@ -123,6 +125,8 @@ class Decoder:
         self._buffers = buffers
         self._announced: _Announced | None = None
         self._memory = np.empty(0, np.uint8)
+        self._block = aligned_empty(_BLOCK_BYTES)
+        self._num_used = 0  # bytes of the block
 
     def decode(self, head: _Bytes) -> Message:
         """Returns the message of a frame without a body.
@@ -133,10 +137,19 @@ class Decoder:
         announced, inline = _decoded_head(head, 0)
         if not announced.arrays.specs:
             return Message(announced.header, [])
-        memory = aligned_empty(announced.arrays.num_bytes)
+        memory = self._new_memory(announced.arrays.num_bytes)
         memory[:] = inline
         memory.flags.writeable = False
         return Message(announced.header, _views(announced, memory))
+
+    def _new_memory(self, num_bytes: int) -> np.ndarray:
+        """Returns memory for the arrays of one message; for small ones a part of a block, which costs less."""
+        if num_bytes > _SMALL_BYTES:
+            return aligned_empty(num_bytes)
+        if self._num_used + num_bytes > _BLOCK_BYTES:
+            self._block, self._num_used = aligned_empty(_BLOCK_BYTES), 0
+        start, self._num_used = self._num_used, self._num_used + num_bytes
+        return self._block[start : self._num_used]
 
     def room(self, head: _Bytes, num_bytes: int) -> memoryview:
         """Returns memory for the body of a frame. Write the body there, and call ``filled``.
@@ -183,17 +196,17 @@ def _decoded_head(head: _Bytes, body_bytes: int) -> tuple[_Announced, np.ndarray
     after = of_arrays + arrays_bytes
     if len(head) < after:
         raise MessageError(f"A head has {len(head)} bytes, but at least {after} were announced.")
-    header = decoded_header(bytes(head[_LENGTHS.size : of_arrays]))
+    header = decoded_header(head[_LENGTHS.size : of_arrays])
     arrays = announced_layout(bytes(head[of_arrays:after]))
-    if (len(head), body_bytes) != (after + arrays.inline_bytes, arrays.num_bytes - arrays.inline_bytes):
+    if len(head) != after + arrays.inline_bytes or body_bytes != arrays.num_bytes - arrays.inline_bytes:
         raise MessageError(
             f"Arrays of {arrays.inline_bytes} and {arrays.num_bytes - arrays.inline_bytes} bytes were announced, but "
             f"{len(head) - after} came in the head, and {body_bytes} follow it."
         )
-    return _Announced(header, arrays), np.frombuffer(head, np.uint8)[after:]
+    return _Announced(header, arrays), np.frombuffer(head, np.uint8, offset=after)
 
 
-def decoded_header(text: bytes) -> dict[str, Any]:
+def decoded_header(text: _Bytes) -> dict[str, Any]:
     """Returns the fields of a header that arrived as JSON.
 
     Raises:
@@ -202,8 +215,8 @@ def decoded_header(text: bytes) -> dict[str, Any]:
     if text == b"{}":  # many answers
         return {}  # a new one: JobLoop finds answers by the identity of their headers
     try:
-        fields = read_json(text)
-    except TextError as error:
+        fields = read_json(str(text, "utf-8"))
+    except (TextError, UnicodeDecodeError) as error:
         raise MessageError(f"The header of a message is not JSON: {bytes(text[:40])!r}.") from error
     if not isinstance(fields, dict):
         raise MessageError(f"The header of a message is not a JSON object: {bytes(text[:40])!r}.")

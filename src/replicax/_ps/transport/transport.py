@@ -344,8 +344,19 @@ class Link:
             return self._received_together(deadline)
 
     def _receive_arrived(self, deadline: float) -> list[Message | ReplicaxError] | None:
+        answers: list[Message | ReplicaxError] = []
         with self._decoding:
-            return self._received_together(deadline) if self._connection.has_arrived() else None
+            if self._error_of_next is not None:
+                raise self._error_of_next
+            for head in self._connection.receive_arrived():
+                try:
+                    answers.append(self._made(self._decoder.decode(head)))
+                except MessageError as error:
+                    if not answers:
+                        raise
+                    self._error_of_next = error  # those before it are answers
+                    break
+        return answers or None
 
     def _received_together(self, deadline: float) -> list[Message | ReplicaxError]:
         answers = [self._received(deadline)]
@@ -364,7 +375,9 @@ class Link:
         if self._error_of_next is not None:
             raise self._error_of_next
         head = self._connection.receive(deadline, self._decoder.room)
-        answer = self._decoder.filled() if head is None else self._decoder.decode(head)
+        return self._made(self._decoder.filled() if head is None else self._decoder.decode(head))
+
+    def _made(self, answer: Message) -> Message | ReplicaxError:
         self._num_answers += 1
         error = answer.header.get("error")
         return answer if error is None else error_from_answer(error, self._client._task)

@@ -156,29 +156,48 @@ class Connection:
         is_message = header.kind is Kind.MESSAGE and not header.body_bytes
         return is_message and self._end - self._start >= header.head_bytes
 
-    def has_arrived(self) -> bool:
-        """Reads once, without waiting. True if a full message without a body is here.
+    def receive_arrived(self) -> list[memoryview]:
+        """Reads once, without waiting. Returns the heads of the messages without a body that are here in full.
 
-        If it returns False, ``receive`` may have to wait: the message is large, or a part of it is missing, or the
-        peer has ended the connection. Only the receiving thread may ask.
+        They are valid until the next call. If there is none, ``receive`` may have to wait: the message is large, or a
+        part of it is missing, or the peer has ended the connection. Only the receiving thread may call it.
 
         Raises:
+          WireError: The next frame is damaged.
           OSError: The connection has ended.
         """
-        if self.has_frame():
-            return True
+        heads: list[memoryview] = []
         with self._receiving:
-            buffered = self._end - self._start
-            if self._end + _FIRST_BYTES > _BUFFER_BYTES or not buffered:
-                self._buffer[:buffered] = bytes(self._buffer[self._start : self._end])
-                self._start, self._end = 0, buffered
-            if buffered == _BUFFER_BYTES:
-                return False  # the message is larger
-            size = self._stream.read_arrived(self._buffer[self._end : self._end + _FIRST_BYTES])
-            if size == 0 and not buffered and self._header is None:
-                raise PeerEndedError
-            self._end += size or 0
-        return self.has_frame()
+            if not self.has_frame():
+                self._read_arrived()
+            while self.has_frame():
+                header = self._header
+                assert header is not None
+                stop = self._start + header.head_bytes
+                head = self._buffer[self._start : stop]
+                try:
+                    check_head(header, head)
+                except WireError:
+                    if heads:  # the next call raises it
+                        break
+                    raise
+                heads.append(head)
+                self._start, self._header = stop, None
+                self.bytes_in += HEADER_BYTES + header.head_bytes
+        return heads
+
+    def _read_arrived(self) -> None:
+        """Reads what has arrived, if there is room for it."""
+        buffered = self._end - self._start
+        if self._end + _FIRST_BYTES > _BUFFER_BYTES or not buffered:
+            self._buffer[:buffered] = bytes(self._buffer[self._start : self._end])
+            self._start, self._end = 0, buffered
+        if buffered == _BUFFER_BYTES:
+            return  # the message is larger
+        size = self._stream.read_arrived(self._buffer[self._end : self._end + _FIRST_BYTES])
+        if size == 0 and not buffered and self._header is None:
+            raise PeerEndedError
+        self._end += size or 0
 
     @property
     def is_checked(self) -> bool:
