@@ -207,9 +207,10 @@ class BothLost(TwoCopies):
         self.were_lost = set()  # groups of which both servers were lost once
         self.lost_at = {}  # group: when both of its servers were lost
         self.lost_in = {}  # group: the epoch in which both of its servers were lost
-        self.dies_writing = random.Random(f"dies writing {seed}").random() < 0.2
-        if self.dies_writing:  # so that snapshots come meanwhile
-            self.interval_s = 1.0
+        drawn = random.Random(f"both lost {seed}").random()
+        self.dies_writing, self.dies_chosen = drawn < 0.15, drawn > 0.9
+        if self.dies_writing or self.dies_chosen:  # so that snapshots come meanwhile, or none
+            self.interval_s = 1.0 if self.dies_writing else 30.0
             self.planned = [self.drawn() for _ in range(40)]
 
     def draw(self):
@@ -225,6 +226,8 @@ class BothLost(TwoCopies):
     def faults(self):
         if self.dies_writing:
             return [*self.half_written()]
+        if self.dies_chosen:
+            return [*self.chosen()]
         faults = super().faults()
         of_seed = self.random
         if of_seed.random() < 0.7:  # both servers of a group, one after the other
@@ -252,6 +255,17 @@ class BothLost(TwoCopies):
         on = f"group {group} is written by {servers[0]} {of_seed.randint(2, 4)}"
         for server, least_s in zip(servers, (6.0, 2.0), strict=True):
             yield Fault(0.0, "restart", (server,), least_s * of_seed.uniform(1.0, 1.5), on=on)
+
+    def chosen(self):
+        """Draws faults by which an old copy in memory is the newest of a group, and its server restarts just then."""
+        of_seed, primary = self.random, self.random.randrange(self.num_servers)
+        servers = (ps(primary), ps((primary + 1) % self.num_servers))
+        on = f"settled {of_seed.randint(5, 10)}"
+        yield Fault(0.0, "part", servers, 20.0, on=on)
+        yield Fault(0.0, "cut", servers, on=on)
+        at = of_seed.uniform(3.0, 5.0)
+        yield Fault(at, "restart", servers[:1], of_seed.uniform(2.0, 3.0), on=on)
+        yield Fault(0.0, "restart", servers[1:], on="status is asked 1")
 
     def reasons_of_loss(self):
         for group in range(self.num_servers):
@@ -332,9 +346,9 @@ class BothLost(TwoCopies):
     def check_newest(self, group, task, has):
         """A group resumes from the newer of its snapshots, if both servers came back soon."""
         (other,) = {*self.coordinator.groups.members(group)} - {task}
-        snapshot = self.disks[other].newest(f"group {group}")
-        if ps(other) in self.ended_sessions:
-            return  # it has dropped its data, and restores a snapshot only when it restarts
+        process, snapshot = self.world.processes[ps(other)], self.disks[other].newest(f"group {group}")
+        if process.is_alive and process.began_at < self.lost_at[group]:
+            return  # it may have dropped its data, and restores a snapshot only when it restarts
         if snapshot is not None and self.world.now - self.lost_at[group] < PARTNER_S:
             more = self.functions_in(group, snapshot.counters) - has - self.lost[group]
             assert not more, f"group {group} resumes without {sorted(more)}, which ps {other} has"

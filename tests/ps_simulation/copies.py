@@ -21,6 +21,7 @@ PROGRAM = "add one"
 WATCHER = "coordinator"
 SETTLED_S = 15.0
 HEARTBEAT_S = 1.0
+CUT_OFF_S, SLEEP_S = 12.0, 30.0
 MISSED = 3
 
 
@@ -197,6 +198,12 @@ class Copies:
         self.num_each = of_seed.choice([4, 12, 30])
         self.step_s = of_seed.choice([0.01, 0.1, 0.5])
         self.log_entries = of_seed.choice([3, 20, 10**6])
+        self.asleep = None  # the server whose threads sleep for a while
+        self.cut_off_at = 0.0
+        if random.Random(f"asleep {seed}").random() < 0.1:
+            self.asleep = ps(of_seed.randrange(self.num_servers))
+            self.num_clients = max(self.num_clients, 2)
+            self.num_each, self.step_s, self.cut_off_at = 12, 0.2, of_seed.uniform(1.1, 1.5)
         self.network = {}
         self.names = Names()
         self.has_begun = False
@@ -209,7 +216,29 @@ class Copies:
     def writing_s(self):
         return self.write_s
 
+    def sleeping_s(self, process):
+        """Returns how long a thread of a server gets no processor, which has ordered a message."""
+        is_cut_off = 0.0 < process.world.now - self.cut_off_at < CUT_OFF_S
+        return SLEEP_S if is_cut_off and process.name == self.asleep else 0.0
+
+    def deposed_and_back(self):
+        """Draws faults by which a server is the primary, then the backup, and then the primary again.
+
+        One client hears of neither.
+        """
+        primary = int(self.asleep.split()[1])
+        backup = ps((primary + 1) % self.num_servers)
+        at = self.cut_off_at
+        yield Fault(at, "part", (client(0), WATCHER), SLEEP_S)
+        for other in (WATCHER, *map(ps, range(self.num_servers))):
+            if other != self.asleep:
+                yield Fault(at, "part", (self.asleep, other), CUT_OFF_S)
+                yield Fault(at, "cut", (self.asleep, other))
+        yield Fault(at + CUT_OFF_S + 5.0, "restart", (backup,), 1.0)
+
     def faults(self):
+        if self.asleep is not None:
+            return [*self.deposed_and_back()]
         of_seed, faults = self.random, []
         horizon = 2.0 + self.num_each * self.step_s
         for _ in range(of_seed.choice([0, 1, 2, 3, 5, 8])):

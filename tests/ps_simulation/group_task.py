@@ -78,6 +78,9 @@ class GroupTask:
         self._close_ways()
         if not self.copy.take(view):
             return
+        if view.since is not None and self.rules.is_primary:
+            at = self.rules.position
+            assert at == view.since, f"group {self.group} resumes at {at}, and not at {view.since}"
         self._notify()
         if view.backup == self.server.index and view.is_joining:
             self._new = None
@@ -139,6 +142,8 @@ class GroupTask:
         until = world.now + WAIT_S
         if is_update:
             yield from self._wait_for_room(world.now + ROOM_S)
+        if (lag_s := self.server.scenario.sleeping_s(self.server)) > 0.0:
+            yield lag_s
         try:
             yield from self._wait(ordered.place, until)
         except ReplicaxError as failure:

@@ -443,6 +443,10 @@ class Jobs:
         """Returns how long a server writes a snapshot."""
         return self.write_s * self.computing.uniform(0.4, 1.0)
 
+    def sleeping_s(self, process):
+        """Returns how long a thread of a server gets no processor, which has ordered a message."""
+        return 0.0
+
     def traced(self, number, signature):
         yield 0.05
         function = self.functions[number]

@@ -35,6 +35,7 @@ class ServerTask(TaskProcess):
       interval_s: The time between two snapshots.
 
     Attributes:
+      began_at: The time at which it began.
       restored_truth: The counters with which it began; see ``truth``.
     """
 
@@ -49,7 +50,7 @@ class ServerTask(TaskProcess):
         self._files = None if disk is None else SnapshotFiles(disk, "")
         self._turns = {}
         self._restored_groups = {}
-        self.restored_truth = {}
+        self.began_at, self.restored_truth = world.now, {}
 
     def new_store(self, incarnation=None):
         return IntegerStore(self.scenario.names.next(f"{self.name} store"), incarnation)
