@@ -246,7 +246,8 @@ class _Stream:
         self._decoder = decoder
         self._held: list[Encoded] = []
         self._held_bytes = 0
-        self._changed = threading.Condition()  # held while answers are sent
+        self._sending = threading.Lock()  # held while answers are sent
+        self._changed = threading.Condition(self._sending)
         self._flusher: threading.Thread | None = None
         self._held_since = 0.0  # since when the oldest held answer waits, or the last one did
         self._is_flusher_asleep = False  # until it is notified
@@ -288,7 +289,7 @@ class _Stream:
 
     def _hold(self, answer: Encoded) -> None:
         """Holds an answer for a short time, to send it with the next one."""
-        with self._changed:
+        with self._sending:
             self._held.append(answer)
             self._held_bytes += len(answer.head)
             if self._held_bytes > _MOST_HELD_BYTES:
@@ -305,7 +306,7 @@ class _Stream:
 
     def _send(self, answer: Encoded) -> None:
         """Sends an answer, after the held ones."""
-        with self._changed:
+        with self._sending:
             if self._failure is not None:
                 raise self._failure
             self._held.append(answer)
@@ -316,7 +317,7 @@ class _Stream:
 
         It looks from time to time while answers are held, as to wake it for each one would cost more.
         """
-        with self._changed:
+        with self._sending:
             while not self._is_over and self._failure is None:
                 looked_at = time.monotonic()
                 if self._held and self._held_since <= looked_at - _HELD_S:
