@@ -385,12 +385,12 @@ join_before_saves(_join_coordinators)
 
 
 def _arguments(fn: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if not isinstance(args, list | tuple | None):
+    if args is not None and not isinstance(args, list | tuple):
         raise InvalidArgumentError(
             f"schedule() of '{name_of(fn)}': args must be a list or tuple of the positional arguments, got "
             f"{type(args).__name__}. For one argument write args=(x,)."
         )
-    if not isinstance(kwargs, Mapping | None):
+    if kwargs is not None and not isinstance(kwargs, Mapping):
         raise InvalidArgumentError(
             f"schedule() of '{name_of(fn)}': kwargs must be a dict of arguments by name, got {type(kwargs).__name__}."
         )

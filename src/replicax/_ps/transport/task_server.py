@@ -31,8 +31,10 @@ from replicax._src.program_kit.task_connections import (
 
 log = logging.getLogger("replicax")
 
+_LOOK_S: Final = 0.006
+"""The time between two looks for answers that wait for the answers to messages that came with their own."""
 _HELD_S: Final = 0.002
-"""The longest time for which an answer waits for the answers to messages that came with its own."""
+"""A look sends those that have waited for this long."""
 _MOST_HELD_BYTES: Final = 64 * 1024
 _TAKE_ANSWER_S: Final = 600.0
 
@@ -244,9 +246,11 @@ class _Stream:
         self._decoder = decoder
         self._held: list[Encoded] = []
         self._held_bytes = 0
-        self._changed = threading.Condition()  # held while answers are sent
+        self._sending = threading.Lock()  # held while answers are sent
+        self._changed = threading.Condition(self._sending)
         self._flusher: threading.Thread | None = None
-        self._send_at = self._wakes_at = math.inf
+        self._held_since = 0.0  # since when the oldest held answer waits, or the last one did
+        self._is_flusher_asleep = False  # until it is notified
         self._is_over = False
         self._failure: OSError | None = None
         self._num_answers = 0
@@ -285,7 +289,7 @@ class _Stream:
 
     def _hold(self, answer: Encoded) -> None:
         """Holds an answer for a short time, to send it with the next one."""
-        with self._changed:
+        with self._sending:
             self._held.append(answer)
             self._held_bytes += len(answer.head)
             if self._held_bytes > _MOST_HELD_BYTES:
@@ -293,27 +297,30 @@ class _Stream:
                 return
             if len(self._held) > 1:
                 return
-            self._send_at = time.monotonic() + _HELD_S
+            self._held_since = time.monotonic()
             if self._flusher is None:
                 self._flusher = threading.Thread(target=self._flush, name="replicax answers", daemon=True)
                 self._flusher.start()
-            elif self._send_at < self._wakes_at:
+            elif self._is_flusher_asleep:
                 self._changed.notify()
 
     def _send(self, answer: Encoded) -> None:
         """Sends an answer, after the held ones."""
-        with self._changed:
+        with self._sending:
             if self._failure is not None:
                 raise self._failure
             self._held.append(answer)
             self._send_held()
 
     def _flush(self) -> None:
-        """Sends answers that were held for long enough, if the connection's thread still works on the next answer."""
-        with self._changed:
+        """Sends answers that were held for long enough, if the connection's thread still works on the next answer.
+
+        It looks from time to time while answers are held, as to wake it for each one would cost more.
+        """
+        with self._sending:
             while not self._is_over and self._failure is None:
-                now = time.monotonic()
-                if self._held and self._send_at <= now:
+                looked_at = time.monotonic()
+                if self._held and self._held_since <= looked_at - _HELD_S:
                     try:
                         self._send_held()
                     except (
@@ -321,8 +328,9 @@ class _Stream:
                     ) as error:  # an answer may be half sent: the connection ends with the next one
                         self._failure = error
                     continue
-                self._wakes_at = self._send_at if self._held else math.inf
-                self._changed.wait(self._wakes_at - now if self._held else None)
+                self._is_flusher_asleep = self._held_since < looked_at - _LOOK_S
+                self._changed.wait(None if self._is_flusher_asleep else _LOOK_S)
+                self._is_flusher_asleep = False
 
     def _send_held(self) -> None:
         held, self._held, self._held_bytes = self._held, [], 0

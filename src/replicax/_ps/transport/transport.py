@@ -217,7 +217,7 @@ class Link:
 
         Each gets its own answer. The task works on the first ones while the others wait there. Answers to messages
         that were
-        sent together may come together, at most a few milliseconds late.
+        sent together may come together, at most 8 ms late.
 
         Raises:
           MessageError: A message cannot be sent, and none has been. The connection stays open.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 import jax
 import numpy as np
@@ -38,8 +38,7 @@ from replicax._src.program_kit.errors import UnknownProgramError
 from replicax._src.program_kit.own_process import Span
 
 
-@dataclass(frozen=True)
-class ClosureCall:
+class ClosureCall(NamedTuple):
     """A closure to run.
 
     Attributes:
@@ -64,8 +63,7 @@ class ClosureCall:
     round_number: int | None = None
 
 
-@dataclass(frozen=True)
-class ClosureResult:
+class ClosureResult(NamedTuple):
     """The result of a closure.
 
     Attributes:
@@ -81,7 +79,7 @@ class ClosureResult:
     end: End | None = None
 
 
-@dataclass
+@dataclass(eq=False, slots=True)
 class _Run:
     """A running closure.
 
@@ -190,7 +188,8 @@ class Runner:
                 self._held[call.closure] = run.elements
             raise
         self._num_closures += 1
-        self._num_examples += _num_examples(run)
+        if run.elements:
+            self._num_examples += _num_examples(run)
         self._wanted.clear()
         arrays = [np.asarray(array) for array in results[: run.loaded.program.num_results]]
         if run.signature == next(iter(call.programs)):
@@ -233,7 +232,9 @@ class Runner:
         if self._held:
             self._forget_ended(call)
         elements = self._held.pop(call.closure, None) if self._held else None
-        if elements is None:
+        if elements is None and not call.iterators:
+            elements = ()
+        elif elements is None:
             self._waits_for_data.begin()
             try:
                 elements = self._elements.take(call.iterators, loaded[0].program.element_counts)
@@ -324,13 +325,13 @@ class Runner:
     def _push(self, run: _Run, results: Sequence[jax.Array]) -> None:
         program = run.loaded.program
         if not program.pushes:
-            jax.block_until_ready(results)
+            _wait_for(results)
             self._pulls.forget()
             run.rows = ()
             return
         asks = {push.ps: self._ask(run, push, results) for push in program.pushes if not push.is_averaged}
         gradients = {push.ps: self._ask(run, push, results) for push in program.pushes if push.is_averaged}
-        jax.block_until_ready(results)  # its inputs may be overwritten now
+        _wait_for(results)  # its inputs may be overwritten now
         used = self._pulls.used(run.loaded.whole)
         self._pulls.forget()
         run.rows = ()
@@ -374,6 +375,11 @@ class Runner:
         shards = run.loaded.program.variables[lookup.variable]
         (key,) = [shard.key for shard in shards if shard.ps == ps and shard.rows in (None, (start, stop))]
         return gradient_operands(run.tables[operand.lookup], array, key, stop - start)
+
+
+def _wait_for(results: Sequence[jax.Array]) -> None:
+    for result in results:
+        result.block_until_ready()
 
 
 def _num_examples(run: _Run) -> int:
