@@ -174,9 +174,6 @@ class Group(TaskProcess):
                 case actions.ExchangeDone():
                     self.scenario.note_done(self)
                     self.end(0)
-        for fragment, each in enumerate(self.rules._fragments):
-            if each.is_done:
-                self.scenario.ended_at.setdefault((self.owner, fragment), self.world.now)
 
     def _send(self, fragment, kind, *fields):
         assert fragment not in self.sent, "two requests of one fragment are in flight"
@@ -220,7 +217,8 @@ class Group(TaskProcess):
         self.w[fragment] = self.progress[fragment].adopt(
             self.w[fragment], outer, keeps=action.keeps, returns=action.returns, drops=action.drops
         )
-        rows_in(self.w[fragment])
+        if not self.is_broken[fragment]:
+            self.scenario.check_own_rows(self, fragment)
 
 
 class LocalGroups:
@@ -248,11 +246,12 @@ class LocalGroups:
         self.snapshot_s = self.period_s * of_seed.choice([0.7, 2.0])
         self.write_s = self.snapshot_s * 0.2
         self.stops_at = of_seed.choice([None, None, (0, self.every)])
-        self.network = {}
+        self.network = {"slow": of_seed.choice([0.02, 0.2])}
         self.names = Names()
         self.disks = [{} for _ in range(self.num_servers)]
         self.processes = {}  # owner: the process
         self.num_rows = Counter()
+        self.own_rows = {}  # (owner, fragment): the rows that it has computed
         self.rows_of = {}  # (owner, fragment, number): the rows of a push
         self.rows_by = {}  # (fragment, row): the owner
         self.landed = {}  # (owner, fragment, number): the version that has it, as the group was told
@@ -262,11 +261,14 @@ class LocalGroups:
         self.broken = set()
         self.values = {}  # (fragment, instance, version): the outer parameters
         self.servers = {}
+        self.instances = {}  # of servers: their order
+        self.merged = {}  # (owner, fragment): the rows that were in outer parameters that it adopted
+        self.merged_before = {}  # those of servers before the last one
+        self.adopted = {}  # (owner, fragment): the instance whose outer parameters it adopted last
         self.num_created = Counter()  # of fragments
         self.was_disturbed = False
         self.pauses = []
         self.done = {}
-        self.ended_at = {}
 
     def server_of(self, fragment):
         return fragment % self.num_servers
@@ -286,7 +288,18 @@ class LocalGroups:
             at, on = of_seed.uniform(0.0, horizon), {}
             one, server = group(of_seed.randrange(self.num_groups)), ps(of_seed.randrange(self.num_servers))
             kind = of_seed.choice(
-                ["restart", "restart", "lose", "pause", "cut", "cut", "part", "part one way", "not finite"]
+                [
+                    "restart",
+                    "restart",
+                    "restart",
+                    "lose",
+                    "pause",
+                    "cut",
+                    "cut",
+                    "part",
+                    "part one way",
+                    "not finite",
+                ]
             )
             lasting = of_seed.choice([0.01, 1.0, 5.0]) * self.period_s * of_seed.random()
             if of_seed.random() < 0.5:
@@ -298,7 +311,9 @@ class LocalGroups:
                 if of_seed.random() < 0.5:
                     faults.append(Fault(at, kind, (one,), **on))
             elif kind in ("restart", "pause"):
-                faults.append(Fault(at, kind, (of_seed.choice([one, server, server]),), lasting, **on))
+                faults.append(
+                    Fault(at, kind, (of_seed.choice([one, server, server, server]),), lasting, **on)
+                )
             else:
                 faults.append(Fault(at, kind, of_seed.choice([(one, server), (server, one)]), lasting, **on))
         return faults
@@ -313,7 +328,7 @@ class LocalGroups:
         self.was_disturbed = True
         process = world.processes[fault.targets[0]]
         match fault.kind:
-            case "not finite":
+            case "not finite" if process.is_alive and not process.has_ended_training:
                 process.is_broken = [True] * self.num_fragments
             case "lose":
                 world.inject(Fault(fault.at, "kill", fault.targets))
@@ -325,6 +340,8 @@ class LocalGroups:
                 if isinstance(process, Group):
                     self.pauses.append(process.number)
                 world.inject(fault)
+            case "restart" | "not finite":
+                pass
             case "cut" | "part" | "part one way":
                 world.inject(fault)
 
@@ -346,6 +363,7 @@ class LocalGroups:
         row = self.num_rows[fragment]
         self.num_rows[fragment] += 1
         self.rows_by[fragment, row] = process.owner
+        self.own_rows.setdefault((process.owner, fragment), set()).add(row)
         return row
 
     def note_taken(self, process, fragment, number, rows):
@@ -359,12 +377,25 @@ class LocalGroups:
             return  # it was returned before
         assert key not in self.named, "a push is lost twice"
         self.named[key] = is_refused
+        self.own_rows[process.owner, fragment] -= set(self.rows_of[key])
 
     def note_dropped(self, process, fragment, rows):
         self.dropped |= {(fragment, row) for row in rows}
+        self.own_rows.get((process.owner, fragment), set()).difference_update(rows)
+
+    def check_own_rows(self, process, fragment):
+        """A group never loses work of its own that it has not named, unless a server went back that will merge it again."""
+        has = rows_in(process.w[fragment]) | self.merged_before.get((process.owner, fragment), set())
+        lacking = self.own_rows.get((process.owner, fragment), set()) - has
+        assert not lacking, f"{process.name} has lost its own rows {lacking}"
 
     def note_adopted(self, process, fragment, instance, version, outer):
         rows_in(outer)
+        key, ordinal = (process.owner, fragment), self.instances[instance]
+        if self.adopted.get(key, ordinal) != ordinal:
+            self.merged_before[key] = set(self.merged[key])
+        self.adopted[key] = ordinal
+        self.merged.setdefault(key, set()).update(rows_in(outer))
         before = self.values.setdefault((fragment, instance, version), outer)
         assert before == outer, f"version {version} has two values"
 
@@ -377,11 +408,12 @@ class LocalGroups:
 
     def note_started(self, server):
         """A server serves. It may lack pushes that the one before it had."""
+        self.instances[server.instance] = len(self.instances)
         before, self.servers[server.index] = self.servers.get(server.index), server
         for fragment, model in ({} if before is None else before.rounds).items():
             has = pushes_of(server.rounds[fragment]) if fragment in server.rounds else set()
             for owner, number in pushes_of(model) - has:
-                self.rolled_back[owner, fragment, number] = server.world.now
+                self.rolled_back[owner, fragment, number] = len(self.instances)
         for fragment, model in server.rounds.items():
             self.values[fragment, server.instance, model.version] = model.theta
 
@@ -392,6 +424,7 @@ class LocalGroups:
         self.values[key] = model.theta
 
     def note_done(self, process):
+        assert not any(process.is_broken), f"{process.name} ends with parameters that are not finite"
         self.done[process.number] = process
 
     # --- what must hold -----------------------------------------------------------------------------
@@ -416,7 +449,10 @@ class LocalGroups:
                 assert process.step >= self.num_steps or self.stops_at is not None
                 for fragment, model in outer.items():
                     assert process.w[fragment] == model.theta, f"{process.name} has other parameters"
-                    assert self.stops_at or len(model.history) >= self.num_steps // self.every // 3, (
+                    flushes = [is_flush for is_flush, _ in model.history]
+                    assert not any(flushes[:-1]), "a flush comes before the last round"
+                    is_quick = self.stops_at is None and self.period_s > 0.5 > self.network["slow"] * 5
+                    assert not is_quick or len(model.history) >= self.num_steps // self.every // 3, (
                         "few rounds"
                     )
 
@@ -446,7 +482,7 @@ class LocalGroups:
                 f"row {row} is named as lost, and no server has lost it"
             )
         elif process.exit_code == 0:
-            is_later = self.rolled_back.get(key, -1.0) > self.ended_at[process.owner, fragment]
+            is_later = self.rolled_back.get(key, 0) > self.adopted[process.owner, fragment]
             assert is_later, f"row {row} of {process.name} is missing, and not named"
         else:
             assert key not in self.landed or key in self.rolled_back, (

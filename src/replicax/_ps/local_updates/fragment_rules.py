@@ -74,7 +74,7 @@ class FragmentRules:
 
     Attributes:
       has_begun: True once the group has adopted outer parameters.
-      is_done: True once ``finish`` has done its work.
+      is_done: True if ``finish`` has done its work. A server that goes back to a snapshot may make it false again.
       is_replaced: True if another process has the slot.
       stops: True if all groups shall stop.
     """
@@ -246,9 +246,9 @@ class FragmentRules:
 
     def _advance(self, now: float, *, is_due: bool = False) -> list[Action]:
         actions = []
-        if self._is_finishing and not self.is_done:
+        if self._is_finishing:
             actions += self._end_of_work(now)
-        if self._in_flight is None and not self.is_done and not self.is_replaced:
+        if self._in_flight is None and not self.is_replaced:
             request = self._request(now, is_due=is_due)
             if request is not None:
                 self._in_flight = "fetch" if isinstance(request, FetchOuter) else "request"
@@ -314,6 +314,7 @@ class FragmentRules:
     def _end_of_work(self, now: float) -> list[Action]:
         """The training has ended: adopts and takes at any time."""
         actions: list[Action] = []
+        self.is_done = False
         if self._fetched is not None:
             actions.append(self._adopt())
         state = self._state

@@ -67,6 +67,8 @@ class MemberRules:
 
     def tick(self, now: float) -> list[Action]:
         """Some time has passed. Call it several times between two boundaries; the first call begins."""
+        if self._has_said_done:
+            return []
         return self._of_all(lambda each: each.tick(now))
 
     def stop(self) -> None:

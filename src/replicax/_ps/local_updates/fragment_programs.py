@@ -1,0 +1,211 @@
+"""``FragmentPrograms``: the shards of one fragment on a parameter server, and the update programs on them.
+
+``member_rules.py`` says when each runs. The programs decide nothing but whether they apply: a claim, push or close that
+came before, or too late, changes nothing. So requests may be repeated, and need no number.
+
+The shards are ``theta`` and ``momentum``, float32 [n]; ``slots``, float32 [members, n], with what each member has
+pushed in the open round; ``rounds``, int32 [1 + members, 5], which is a ``RoundState``; and ``history``, int32 [64, 2
++ members], whose row ``version % 64`` has the version, 1 if it was a flush, and the tokens of each member.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from replicax._ps.local_updates.int8_blocks import BLOCK, num_blocks
+from replicax._ps.local_updates.round_state import REFUSED, MemberState, RoundState
+from replicax._ps.programs.programs import UpdateProgram
+from replicax._src.program_kit.traced_programs import export
+
+NUM_IN_HISTORY: Final = 64
+MAX_TOKENS: Final = 1 << 29
+"""The most rows that count for one member in one round."""
+_OWNER, _PUSHED, _LANDED, _TOKENS, _FINISHED = (
+    MemberState._fields.index(name) for name in MemberState._fields
+)
+_VERSION, _STOPPING, _BIRTH = range(3)
+_IS_LAST, _STOPS = 1, 2
+
+
+@final
+class FragmentPrograms:
+    """The programs of one fragment.
+
+    Args:
+      key: The name of the fragment, the first part of its shards' keys.
+      size: The number of its values.
+      num_members: The number of groups.
+      is_nesterov: True if the outer optimizer looks ahead: ``theta -= rate * (mean + decay * momentum)`` in place of
+        ``theta -= rate * momentum``, where ``momentum = decay * momentum + mean``.
+      is_compressed: True if pushes are 8-bit integers with scales; see ``int8_blocks.py``.
+      platforms: What the programs run on.
+
+    Attributes:
+      shards: The key, shape and dtype of each shard, by its name.
+      claim, push, close: The programs. ``*_operands`` returns what they take.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        size: int,
+        num_members: int,
+        *,
+        is_nesterov: bool = True,
+        is_compressed: bool = False,
+        platforms: Sequence[str] = ("cpu",),
+    ):
+        self._size, self._num_members, self._platforms = size, num_members, platforms
+        specs: dict[str, tuple[tuple[int, ...], type[np.generic]]] = {
+            "theta": ((size,), np.float32),
+            "momentum": ((size,), np.float32),
+            "slots": ((num_members, size), np.float32),
+            "rounds": ((1 + num_members, len(MemberState._fields)), np.int32),
+            "history": ((NUM_IN_HISTORY, 2 + num_members), np.int32),
+        }
+        self.shards = {
+            name: (f"{key}/{name}", shape, np.dtype(dtype)) for name, (shape, dtype) in specs.items()
+        }
+        pushed = [((size,), np.float32)]
+        if is_compressed:
+            pushed = [((size,), np.int8), ((num_blocks(size),), np.float32)]
+        self.claim = self._program("claim", _claim, ("rounds",), [((3,), np.int32)])
+        self.push = self._program("push", _push, ("rounds", "slots"), [((6,), np.int32), *pushed])
+        self.close = self._program(
+            "close",
+            _close_nesterov if is_nesterov else _close,
+            ("theta", "momentum", "slots", "rounds", "history"),
+            [((3,), np.int32), ((2,), np.float32)],
+        )
+
+    def zeros(self, name: str) -> UpdateProgram:
+        """Returns a program that makes a shard of zeros, so that no value is sent."""
+        _, shape, dtype = self.shards[name]
+        blob = export(lambda: [jnp.zeros(shape, dtype)], [], self._platforms, f"zeros_{name}")
+        return UpdateProgram(blob, (), ())
+
+    def first_rounds(self, birth: int) -> np.ndarray:
+        """Returns the first value of the shard ``rounds``."""
+        _, shape, dtype = self.shards["rounds"]
+        rounds = np.zeros(shape, dtype)
+        rounds[0, _BIRTH] = birth
+        return rounds
+
+    @staticmethod
+    def claim_operands(member: int, expected: int, owner: int) -> list[np.ndarray]:
+        return [np.array([member, expected, owner], np.int32)]
+
+    @staticmethod
+    def push_operands(
+        member: int,
+        owner: int,
+        number: int,
+        after: int,
+        tokens: int,
+        values: Sequence[np.ndarray],
+        *,
+        is_last: bool = False,
+        stops: bool = False,
+    ) -> list[np.ndarray]:
+        """Returns the operands of a push; ``values`` is a float32 [n], or what ``int8_blocks.encoded`` returns."""
+        flags = _IS_LAST * is_last + _STOPS * stops
+        return [np.array([member, owner, number, after, min(tokens, MAX_TOKENS), flags], np.int32), *values]
+
+    @staticmethod
+    def close_operands(
+        version: int, quorum: int, rate: float, decay: float, *, is_flush: bool = False
+    ) -> list[np.ndarray]:
+        """Returns the operands of a close. A flush adds the mean as it is, and leaves the momentum."""
+        rates = [1.0, 0.0] if is_flush else [rate, decay]
+        return [np.array([version, quorum, int(is_flush)], np.int32), np.array(rates, np.float32)]
+
+    def _program(
+        self,
+        name: str,
+        update: Callable[..., Any],
+        state: Sequence[str],
+        operands: Sequence[tuple[tuple[int, ...], type[np.generic]]],
+    ) -> UpdateProgram:
+        specs = [self.shards[each][1:] for each in state]
+        avals = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (*specs, *operands)]
+
+        def run(*arrays: Any) -> list[Any]:
+            return list(update(*arrays))
+
+        blob = export(run, avals, self._platforms, f"{name}_of_local_updates")
+        return UpdateProgram(blob, tuple(self.shards[each][0] for each in state), tuple(range(len(state))))
+
+
+def state_of(rounds: np.ndarray) -> RoundState:
+    """Reads the shard ``rounds``."""
+    return RoundState.of(rounds.tolist())
+
+
+def _claim(rounds: jax.Array, header: jax.Array) -> list[jax.Array]:
+    member, expected, owner = header
+    before = rounds[1 + member]
+    taken = jnp.stack([owner, jnp.int32(0), jnp.int32(0), before[_TOKENS], jnp.int32(0)])
+    return [rounds.at[1 + member].set(jnp.where(before[_OWNER] == expected, taken, before))]
+
+
+def _push(rounds: jax.Array, slots: jax.Array, header: jax.Array, *pushed: jax.Array) -> list[jax.Array]:
+    member, owner, number, after, tokens, flags = header
+    values = pushed[0]
+    if len(pushed) == 2:
+        integers, scales = pushed
+        values = integers.astype(jnp.float32) * jnp.repeat(scales, BLOCK)[: integers.size]
+    before = rounds[1 + member]
+    is_next = (before[_OWNER] == owner) & (before[_PUSHED] == after)
+    is_finite = jnp.isfinite(values).all()
+    landed = jnp.where(is_finite, rounds[0, _VERSION], REFUSED)
+    total = jnp.minimum(before[_TOKENS] + jnp.where(is_finite, tokens, 0), MAX_TOKENS)
+    row = jnp.stack([owner, number, landed, total, flags & _IS_LAST])
+    rounds = rounds.at[1 + member].set(jnp.where(is_next, row, before))
+    stops = rounds[0, _STOPPING] | jnp.where(is_next & (flags & _STOPS != 0), 1, 0)
+    rounds = rounds.at[0, _STOPPING].set(stops)
+    slot = slots[member]
+    slots = slots.at[member].set(jnp.where(is_next & is_finite, slot + values, slot))
+    return [rounds, slots]
+
+
+def _close(*arrays: jax.Array, is_nesterov: bool = False) -> Sequence[jax.Array]:
+    *state, (version, quorum, is_flush), (rate, decay) = arrays
+    rounds = state[3]
+    num_contributors = (rounds[1:, _TOKENS] > 0).sum()
+    closes = (rounds[0, _VERSION] == version) & (num_contributors >= jnp.maximum(quorum, 1))
+
+    def closed(
+        theta: jax.Array, momentum: jax.Array, slots: jax.Array, rounds: jax.Array, history: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        tokens = rounds[1:, _TOKENS]
+        mean = _mean(slots, tokens.astype(jnp.float32))
+        after = decay * momentum + mean
+        step = mean + decay * after if is_nesterov else after
+        row = jnp.concatenate([jnp.stack([version + 1, is_flush]), tokens])
+        return (
+            theta - rate * step,
+            jnp.where(is_flush != 0, momentum, after),
+            jnp.zeros_like(slots),
+            rounds.at[0, _VERSION].add(1).at[1:, _TOKENS].set(0),
+            history.at[(version + 1) % NUM_IN_HISTORY].set(row),
+        )
+
+    return jax.lax.cond(closes, closed, lambda *same: same, *state)
+
+
+def _close_nesterov(*arrays: jax.Array) -> Sequence[jax.Array]:
+    return _close(*arrays, is_nesterov=True)
+
+
+def _mean(slots: jax.Array, weights: jax.Array) -> jax.Array:
+    """The mean of all slots by their weights, added up in the order of the members, whatever the compiler prefers."""
+
+    def add(member: int, total: jax.Array) -> jax.Array:
+        return total + weights[member] * slots[member]
+
+    return jax.lax.fori_loop(0, slots.shape[0], add, jnp.zeros(slots.shape[1], slots.dtype)) / weights.sum()
