@@ -34,7 +34,16 @@ def measured(group: Group, sizes: Sequence[int], num_rounds: int) -> Values:
     for number in range(num_rounds):
         for size in sizes[-1:] if group.is_cumulative else sizes:
             print(f"{group.name}: {size:,}, round {number + 1} of {num_rounds}", file=sys.stderr, flush=True)
-            for name, by_size in _in_process(group, size, sizes).items():
+            try:
+                measured_now = _in_process(group, size, sizes)
+            except subprocess.TimeoutExpired:
+                print(
+                    f"{group.name}: {size:,} took more than {group.limit_s:.0f} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                continue
+            for name, by_size in measured_now.items():
                 for at, some in by_size.items():
                     values[name][int(at)] += some
     return {name: dict(by_size) for name, by_size in values.items()}
@@ -56,7 +65,8 @@ def _in_process(group: Group, size: int, sizes: Sequence[int]) -> dict[str, dict
 def lines_of(group: Group, values: Values) -> Iterator[tuple[Row, Growth]]:
     """Yields the growth of each row of a group."""
     for row in group.rows:
-        yield row, Growth.fitted(values[row.name], row.exponent, row.floor)
+        if row.name in values:
+            yield row, Growth.fitted(values[row.name], row.exponent, row.floor)
 
 
 def table_line(group: Group, row: Row, growth: Growth) -> str:

@@ -105,7 +105,7 @@ def test_same_mismatches_as_if_each_were_compared_with_each(is_tolerant):
 def num_calls(call):
     profile = cProfile.Profile()
     profile.runcall(call)
-    return pstats.Stats(profile).total_calls
+    return sum(num for _, num, *_ in pstats.Stats(profile).stats.values())  # type: ignore[attr-defined]
 
 
 def calls_of_one_second(num_members):

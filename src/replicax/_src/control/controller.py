@@ -51,10 +51,10 @@ from replicax._src.control.boundary_saves import BoundarySaves
 from replicax._src.control.channel_member import QUIET_S, ChannelMember
 from replicax._src.control.epochs import KINDS as KINDS_OF_EPOCHS
 from replicax._src.control.epochs import EpochAgreement
+from replicax._src.control.lags import Lags
 from replicax._src.control.moments import Report, reports_of_one_moment
 from replicax._src.control.save_rounds import KINDS, SaveRounds
 from replicax._src.control.sequence import AllGather, different_programs, first_apart
-from replicax._src.control.standings import Standings
 
 Message = Mapping[str, Any]
 Outbox = list[tuple[int, Message]]
@@ -257,12 +257,12 @@ class Controller:
             reminder = {"kind": "reminder", "key": key, "missing": _as_pairs(missing), "twins": twins}
             outbox += [(number, reminder) for number in gather.values]
         outbox += self._remind_of_reports(twins, now)
-        standings, num_gone = self._standings(), len(self._gone)
+        lags, num_gone = self._lags(), len(self._gone)
         for number, member in self._participants:
             if len(self._gone) != num_gone:  # members that came too late were given up
-                standings, num_gone = self._standings(), len(self._gone)
+                lags, num_gone = self._lags(), len(self._gone)
             if member.is_present:
-                outbox += self._check_progress(number, standings, now)
+                outbox += self._check_progress(number, lags, now)
         if self._watcher is not None:
             reports = reports_of_one_moment(
                 [member.reports if member.is_present else () for member in self._members]
@@ -433,15 +433,15 @@ class Controller:
     def _to_all(self, message: Message) -> Outbox:
         return [(number, message) for number, member in enumerate(self._members) if member.is_present]
 
-    def _standings(self) -> Standings:
-        return Standings([(number, member) for number, member in self._participants if member.is_present])
+    def _lags(self) -> Lags:
+        return Lags([(number, member) for number, member in self._participants if member.is_present])
 
-    def _check_progress(self, number: int, standings: Standings, now: float) -> Outbox:
+    def _check_progress(self, number: int, lags: Lags, now: float) -> Outbox:
         """Returns messages about a member that waits in a program for others, or is stuck in it with them."""
         member = self._members[number]
         if not member.is_in_program or self._is_failed:
             return []
-        behind, newcomers = standings.behind(member), standings.newcomers_behind(member)
+        behind, newcomers = lags.behind(member), lags.newcomers_behind(member)
         is_stuck = not behind
         if not is_stuck:
             member.behind_at = now
@@ -457,7 +457,7 @@ class Controller:
             member.warned_s = 0.0
         if waited_s < min(limit_s, max(first_s, 2 * member.warned_s)):
             return []
-        named = standings.stuck_with(member) if is_stuck else behind
+        named = lags.stuck_with(member) if is_stuck else behind
         message = {
             "waited_s": int(waited_s),
             "waiting": [number, member.status_at(now)],

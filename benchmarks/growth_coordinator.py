@@ -1,14 +1,12 @@
 """Measures the processor time of a coordinator's rules for one function, with 10 to 1,000 simulated workers.
 
-``python benchmarks/coordinator_growth.py`` makes real ``Job`` machines with the rules for 100 parameter servers, on
-virtual time. All tasks answer a heartbeat each second. A number is the processor time of ``Job.receive`` for all events
-of a function, in microseconds: the median of the rounds, the smallest and the largest. Heartbeats are counted apart.
-Sockets, messages and threads are not in it; ``benchmarks/growth.py`` has these, with real processes.
+Real ``Job`` machines have the rules for 100 parameter servers, on virtual time. All tasks answer a heartbeat each
+second. A number is the processor time of ``Job.receive`` for all events of a function. Heartbeats are counted apart.
+Sockets, messages and threads are not in it; ``growth_workers.py`` has these, with real processes.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import heapq
 import random
@@ -31,6 +29,9 @@ _LATENCY_S: Final = 0.0005, 0.0015
 _NUM_AHEAD: Final = 5_000  # functions that are queued while others run
 _DEPTH: Final = 32  # the most functions that a worker has at a time
 _WARM_UP: Final = 60  # functions for each worker, until the depths have settled
+_NUM_SERVERS: Final = 100
+_NUM_FUNCTIONS: Final = 4_000  # of a case in a round
+_NUM_ROUNDS: Final = 3
 _HEARTBEAT_S: Final = 3  # simulated seconds without functions
 _LONGEST_S: Final = 600.0  # simulated seconds in which so few functions have surely ended
 
@@ -214,55 +215,17 @@ def alone(measure: Callable[[], float]) -> float:
         gc.unfreeze()
 
 
-def cell(values: Sequence[float]) -> str:
-    """Returns the median, the smallest and the largest."""
-    digits = 1 if statistics.median(values) < 1000 else 0
-    middle, least, most = (
-        f"{each:,.{digits}f}" for each in (statistics.median(values), min(values), max(values))
-    )
-    return f"{middle} ({least}–{most})"
-
-
-def row(name: str, columns: Sequence[Sequence[float]]) -> str:
-    """Returns a row of the table: the values of the rounds for each number of workers, and how much they grow."""
-    growths = [last / first for first, last in zip(columns[0], columns[-1], strict=True)]
-    growth = f"{statistics.median(growths):.2f} ({min(growths):.2f}–{max(growths):.2f})"
-    return f"| {' | '.join([name, *map(cell, columns), growth])} |"
-
-
-def main() -> None:
-    """Prints a table in Markdown."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--functions", type=int, default=8000, help="functions of a case in a round (8000)")
-    parser.add_argument("--workers", type=int, nargs="+", default=[10, 100, 300, 1000])
-    parser.add_argument("--servers", type=int, default=100)
-    parser.add_argument("--only", choices=[case.name for case in CASES], help="one case")
-    options = parser.parse_args()
-    cases = [case for case in CASES if options.only in (None, case.name)]
-    clusters = {
-        (case, num_workers): SimulatedCluster(case, num_workers, options.servers)
-        for case in cases
-        for num_workers in options.workers
-    }
-    for (_, num_workers), cluster in clusters.items():
+def measure(num_workers: int) -> dict[str, list[float]]:
+    """Returns the values of each row of the table."""
+    clusters = {case: SimulatedCluster(case, num_workers, _NUM_SERVERS) for case in CASES}
+    for cluster in clusters.values():
         cluster.run(_WARM_UP * num_workers)
-    idle = {num: SimulatedCluster(CASES[0], num, options.servers) for num in options.workers}
-    functions: dict[tuple[Case, int], list[float]] = {key: [] for key in clusters}
-    heartbeats: dict[int, list[float]] = {num_workers: [] for num_workers in options.workers}
-    for _ in range(options.rounds):
-        for key, cluster in clusters.items():
-            functions[key].append(alone(lambda cluster=cluster: function_us(cluster, options.functions)))
-        for num_workers, cluster in idle.items():
-            heartbeats[num_workers].append(alone(lambda cluster=cluster: heartbeats_us(cluster)))
-    print(f"| µs | {' | '.join(f'{num:,} workers' for num in options.workers)} | growth |")
-    print(f"|---|{'--:|' * (len(options.workers) + 1)}")
-    for case in cases:
-        print(row(case.name, [functions[case, num_workers] for num_workers in options.workers]))
-    print(row("heartbeats, each second", list(heartbeats.values())))
-    depths = {num_workers: clusters[cases[-1], num_workers].depth for num_workers in options.workers}
-    print(f"depths: {depths}")
-
-
-if __name__ == "__main__":
-    main()
+    idle = SimulatedCluster(CASES[0], num_workers, _NUM_SERVERS)
+    values: dict[str, list[float]] = {}
+    for _ in range(_NUM_ROUNDS):
+        for case, cluster in clusters.items():
+            us = alone(lambda cluster=cluster: function_us(cluster, _NUM_FUNCTIONS))
+            values.setdefault(f"{case.name}, processor time for a function", []).append(us)
+        us = alone(lambda: heartbeats_us(idle))
+        values.setdefault("heartbeats of all tasks, processor time in a second", []).append(us)
+    return values

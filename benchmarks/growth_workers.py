@@ -1,9 +1,7 @@
 """Measures the processor time of the coordinator per scheduled function, with a growing number of workers.
 
-``python benchmarks/growth.py`` starts 2, 4, 8 and 16 workers, each a process, and one parameter server. It
-schedules an empty function, and one that takes an element of a slow dataset. In the second case workers wait,
-and the coordinator has more of them to track. Times are the coordinator's processor time per function, in
-microseconds: the median, the smallest and the largest of the rounds.
+Each worker is a process; there is one parameter server. One function is empty, and one takes an element of a slow
+dataset. In the second case workers wait, and the coordinator has more of them to track.
 """
 
 from __future__ import annotations
@@ -13,8 +11,6 @@ import os
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("PJRT_NPROC", "1")
 
-import argparse
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +20,8 @@ from replicax.coordinator import ClusterCoordinator
 from replicax.testing import server_cluster
 
 _SLEEP_S = 0.005
+_NUM_ROUNDS = 3
+_NUM_EMPTY = 1_000  # functions in a round
 
 
 def slow_dataset() -> Any:
@@ -49,8 +47,8 @@ def cpu_us(schedule: Callable[[], Any], count: int, coordinator: ClusterCoordina
     return 1e6 * (time.process_time() - before) / count
 
 
-def measured(num_workers: int, num_rounds: int, count: int) -> dict[str, list[float]]:
-    """Returns the times of the rounds for each kind of function."""
+def measure(num_workers: int) -> dict[str, list[float]]:
+    """Returns the values of each row of the table."""
     with server_cluster(workers=num_workers, ps=1) as cluster:
         with (
             rx.ParameterServerStrategy(cluster.resolver) as strategy,
@@ -62,34 +60,16 @@ def measured(num_workers: int, num_rounds: int, count: int) -> dict[str, list[fl
             empty = rx.function(lambda: 0.0)
             take = rx.function(lambda iterator: next(iterator))
             kinds = {
-                "empty": (lambda: coordinator.schedule(empty), count),
-                "waits": (lambda: coordinator.schedule(take, args=(iterator,)), 40 * num_workers),
+                "an empty function": (lambda: coordinator.schedule(empty), _NUM_EMPTY),
+                "a function that waits for data": (
+                    lambda: coordinator.schedule(take, args=(iterator,)),
+                    40 * num_workers,
+                ),
             }
             for schedule, _ in kinds.values():  # compiled, and sent to all
                 cpu_us(schedule, 20 * num_workers, coordinator)
             rounds: dict[str, list[float]] = {name: [] for name in kinds}
-            for _ in range(num_rounds):
+            for _ in range(_NUM_ROUNDS):
                 for name, (schedule, number) in kinds.items():
                     rounds[name].append(cpu_us(schedule, number, coordinator))
-    return rounds
-
-
-def main() -> None:
-    """Prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--count", type=int, default=3000, help="empty functions in a round (3000)")
-    parser.add_argument("--workers", type=int, nargs="+", default=[2, 4, 8, 16])
-    options = parser.parse_args()
-    print("workers   empty function, µs          a function that waits, µs")
-    for num_workers in options.workers:
-        rounds = measured(num_workers, options.rounds, options.count)
-        cells = [
-            f"{statistics.median(times):7.0f}  ({min(times):.0f}–{max(times):.0f})"
-            for times in rounds.values()
-        ]
-        print(f"{num_workers:7}   {cells[0]:<26}  {cells[1]}", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    return {f"{name}, processor time of the coordinator": times for name, times in rounds.items()}

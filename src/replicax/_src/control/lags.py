@@ -1,4 +1,4 @@
-"""``Standings``: where the members that are present stand at one time, in the order of their programs. Pure."""
+"""``Lags``: which members are behind others at one time, or stuck with them. Pure."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from replicax._src.control.sequence import Participants
 
 
 @final
-class Standings:
-    """The positions of members. Members that stand at one place have one answer, so all of them cost no more than one.
+class Lags:
+    """Who is behind whom. Members that stand at one place have one answer, so all of them cost no more than one.
 
     Args:
       present: The members that continue together and are present.
