@@ -94,7 +94,7 @@ MOMENTS = {
     "before it writes": (writing, "write_metadata"),
     "while it writes": (writing, "write_pieces"),
     "before it names it": (writing, "_take_place"),
-    "after it has named it": (writing, "_sync_folder"),
+    "after it has named it": (writing, "sync"),
 }
 
 

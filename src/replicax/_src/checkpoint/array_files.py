@@ -18,6 +18,7 @@ import struct
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final, cast, final
 
@@ -32,9 +33,16 @@ from replicax._src.packaging.extras import missing_extra
 _METADATA = "zarr.json"
 # Bytes that are being written at the same time. Tensorstore also holds each of these files in its encoded form.
 _WINDOW_BYTES = 16 << 20
+_NUM_READS: Final = 8  # chunks at the same time
 # Devices that share a chunk read it once.
 _CACHE_BYTES = 64 << 20
-_LIMITS: Final = {"file_io_concurrency": {"limit": 4}, "data_copy_concurrency": {"limit": 2}}
+# Tensorstore would sync each file, its name and its folder one after the other. `_sync` does it for all files together.
+_LIMITS: Final = {
+    "file_io_concurrency": {"limit": 4},
+    "data_copy_concurrency": {"limit": 2},
+    "file_io_sync": False,
+}
+_NUM_SYNCS: Final = 8  # at the same time; the file system commits them together
 # The index of the chunks in a file: where each begins, and its number of bytes. Each checksum is a CRC-32C.
 _PLACE: Final = struct.Struct("<QQ")
 _NO_PLACE: Final = 2**64 - 1
@@ -128,7 +136,7 @@ class Piece:
 
 
 def write_metadata(part: str, arrays: Mapping[str, StoredArray], save: str) -> dict[str, int]:
-    """Writes the ``zarr.json`` of each array, by its folder. One process calls it.
+    """Writes the ``zarr.json`` of each array, by its folder. One process calls it, and later ``sync_names``.
 
     Args:
       part: The directory of the checkpoint.
@@ -163,7 +171,8 @@ Written = dict[str, list[tuple[int, int, int]]]
 
 
 def write_pieces(part: str, arrays: Mapping[str, StoredArray], pieces: Iterable[Piece]) -> Written:
-    """Writes files of this process, and returns when they are on the disk. It waits for no other process.
+    """Writes files of this process, and returns when they are on the disk; not so their names. It waits for no other
+    process.
 
     Args:
       part: The directory of the checkpoint.
@@ -221,7 +230,39 @@ def _write_pieces(part: str, arrays: Mapping[str, StoredArray], pieces: Iterable
         written_files.setdefault(folder, []).append(
             (position_of(origin, stored.file, stored.shape), size, checksum)
         )
+    _sync(path for path, _, _ in places)
     return written_files
+
+
+def _sync(paths: Iterable[str]) -> None:
+    """Calls ``sync`` for many, in threads.
+
+    Raises:
+      OSError: They cannot be written.
+    """
+    with ThreadPoolExecutor(_NUM_SYNCS, "replicax-sync") as threads:
+        for _ in threads.map(sync, list(paths)):
+            pass
+
+
+def sync_names(part: str) -> None:
+    """Returns when all names in a checkpoint are on the disk, and what ``write_metadata`` has written."""
+    folders = [(folder, names) for folder, _, names in os.walk(part)]
+    _sync([os.path.join(folder, _METADATA) for folder, names in folders if _METADATA in names])
+    _sync(folder for folder, _ in folders)
+
+
+def sync(path: str) -> None:
+    """Returns when a file, or the names in a folder, are on the disk.
+
+    Raises:
+      OSError: They cannot be written.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _name_of(stored: StoredArray, origin: tuple[int, ...]) -> str:
@@ -329,11 +370,12 @@ class ArrayReader:
         if not is_whole:
             raise self._corrupt(_METADATA, "has other bytes than were written, or is of another checkpoint")
 
-    def read(self, index: tuple[Any, ...] = ()) -> np.ndarray:
+    def read(self, index: tuple[Any, ...] = (), into: np.ndarray | None = None) -> np.ndarray:
         """Returns the verified values of an index, in memory that nobody else holds.
 
         Args:
           index: Slices of the first dims, without steps.
+          into: The memory for the result, of its shape and dtype; new memory if it is None.
 
         Raises:
           CorruptCheckpointError: A file is damaged or missing, or is of another save or place.
@@ -344,11 +386,38 @@ class ArrayReader:
         bounds = tuple(slice(*one.indices(size)[:2]) for one, size in zip(padded, shape, strict=True))
         for origin in origins_in(bounds, self.stored.file):
             self._check_size(origin)  # before there is memory for it
+        value = into
+        if value is None:
+            value = np.empty([one.stop - one.start for one in bounds], jnp.dtype(self.stored.dtype))
         with self._translated():
-            value = self._array[bounds].read().result()
+            self._read_chunks(bounds, value.view(_in_files(self.stored.dtype)))
         for origin in origins_in(bounds, self.stored.file):
             self._check_chunks(origin)  # now they are in the system's cache
-        return value.view(jnp.dtype(self.stored.dtype))
+        return value
+
+    def _read_chunks(self, bounds: tuple[slice, ...], value: np.ndarray) -> None:
+        """Reads some chunks at a time. If tensorstore read whole files, it would take new memory for each."""
+        target = tensorstore().array(value)
+        flying: deque[Any] = deque()
+        try:
+            for origin in origins_in(bounds, self.stored.chunk):
+                part = part_at(origin, self.stored.chunk, self.stored.shape)
+                index = tuple(
+                    slice(max(one.start, all_.start), min(one.stop, all_.stop))
+                    for one, all_ in zip(part, bounds, strict=True)
+                )
+                if len(flying) == _NUM_READS:
+                    flying.popleft().result()
+                there = tuple(
+                    slice(one.start - all_.start, one.stop - all_.start)
+                    for one, all_ in zip(index, bounds, strict=True)
+                )
+                flying.append(target[there].write(self._array[index]))
+        finally:
+            errors = [one.exception() for one in flying]  # all have ended before the memory is used for something else
+        for error in errors:
+            if error is not None:
+                raise error
 
     def _check_size(self, origin: tuple[int, ...]) -> None:
         """Checks that a file has as many bytes as were written, and as its part of the array needs."""

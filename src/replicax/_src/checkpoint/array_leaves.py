@@ -57,11 +57,11 @@ class ValueReader(Protocol):
         """The number of components, R; 0 if there are none."""
         ...
 
-    def read(self, index: tuple[Any, ...] = ()) -> np.ndarray:
-        """Returns the values of an index, in memory that nobody else holds."""
+    def read(self, index: tuple[Any, ...] = (), into: np.ndarray | None = None) -> np.ndarray:
+        """Returns the values of an index, in memory that nobody else holds: in that of ``into``, if it can be."""
         ...
 
-    def read_components(self, index: tuple[Any, ...] = ()) -> np.ndarray:
+    def read_components(self, index: tuple[Any, ...] = (), into: np.ndarray | None = None) -> np.ndarray:
         """Returns some of the components [R, ...]."""
         ...
 
@@ -93,50 +93,79 @@ class ArrayLeaf(Leaf):
         """Sets the value that ``fetch`` has returned."""
 
 
+Read = Callable[[tuple[Any, ...], np.ndarray | None], np.ndarray]
+"""Returns the values of an index: in the given memory, if there is some and it can."""
+
+
 @final
 class HostParts:
-    """The parts of an array that this process's devices need, on the host.
+    """The parts of an array that this process's devices need, on the host. Parts on CPUs are read into the memory of the
+    new array.
 
     Args:
       shape: The shape of the full array.
+      dtype: Its dtype.
       sharding: Its sharding; None for the default device.
-      read: Returns the values of an index.
+      read: Reads the values of an index.
     """
 
-    def __init__(self, shape: tuple[int, ...], sharding: Any, read: Callable[[tuple[Any, ...]], np.ndarray]):
-        self._shape, self._sharding = shape, sharding
-        self._indices = {} if sharding is None else sharding.addressable_devices_indices_map(shape)
-        distinct = {_bounds(index): index for index in self._indices.values()}
-        self._parts = {bounds: read(index) for bounds, index in distinct.items()}
-        if sharding is None:
-            self._parts[()] = read(())
+    def __init__(self, shape: tuple[int, ...], dtype: Any, sharding: Any, read: Read):
+        self._shape, self._dtype, self._sharding = shape, dtype, sharding
+        self._on: dict[Any, tuple[Any, ...]] = {None: ()}  # the index of each device
+        if sharding is not None:
+            self._on = dict(sharding.addressable_devices_indices_map(shape))
+        self._parts: dict[Any, np.ndarray] = {}
+        self._made: dict[Any, jax.Array] = {}  # by device
+        for device, index in self._on.items():
+            if _bounds(index) not in self._parts:
+                self._parts[_bounds(index)] = self._read(device, index, read)
+
+    def _read(self, device: Any, index: tuple[Any, ...], read: Read) -> np.ndarray:
+        with jax_compat.outside_traces():
+            new = jax_compat.new_with_memory(self._shape_of(index), self._dtype, self._on_device(device))
+        if new is None:
+            return read(index, None)
+        array, memory = new
+        part = read(index, memory)
+        if part is memory:
+            self._made[device] = array
+        return part
+
+    def _shape_of(self, index: tuple[Any, ...]) -> tuple[int, ...]:
+        parts = (one.indices(size) for one, size in zip(index, self._shape, strict=False))
+        sizes = tuple(stop - start for start, stop, _ in parts)
+        return (*sizes, *self._shape[len(sizes) :])
+
+    def _on_device(self, device: Any) -> jax.sharding.SingleDeviceSharding | None:
+        if device is None:
+            return None
+        return jax.sharding.SingleDeviceSharding(device, memory_kind=self._sharding.memory_kind)
 
     @classmethod
-    def like(cls, stored: Any, read: Callable[[tuple[Any, ...]], np.ndarray]) -> Self:
+    def like(cls, stored: Any, read: Read) -> Self:
         """Reads what an array of the same shape needs, on the devices of ``stored`` if that is an array on some."""
         is_placed = isinstance(stored, jax.Array) and stored.committed
-        return cls(tuple(stored.shape), stored.sharding if is_placed else None, read)
+        return cls(tuple(stored.shape), stored.dtype, stored.sharding if is_placed else None, read)
 
     def placed(self) -> jax.Array:
-        """Returns the new array, which shares no memory with the host's.
+        """Returns the new array, which shares no memory with another one. It may be called once.
 
         It waits, so that the next variable is not read while this one is on its way.
         """
         with jax_compat.outside_traces():
+            parts = [self._part_on(device, index) for device, index in self._on.items()]
             if self._sharding is None:
-                return jax.block_until_ready(jnp.copy(jnp.asarray(self._parts[()])))
-            kind = self._sharding.memory_kind
-            parts = [
-                jax_compat.copied(
-                    jax.device_put(
-                        self._parts[_bounds(index)],
-                        jax.sharding.SingleDeviceSharding(device, memory_kind=kind),
-                    )
-                )
-                for device, index in self._indices.items()
-            ]
+                return jax.block_until_ready(parts[0])
             whole = jax.make_array_from_single_device_arrays(self._shape, self._sharding, parts)
             return jax.block_until_ready(whole)
+
+    def _part_on(self, device: Any, index: tuple[Any, ...]) -> jax.Array:
+        if device in self._made:
+            return self._made[device]
+        part = self._parts[_bounds(index)]
+        if device is None:
+            return jnp.copy(jnp.asarray(part))
+        return jax_compat.copied(jax.device_put(part, self._on_device(device)))
 
 
 def _bounds(index: tuple[slice, ...]) -> tuple[Any, ...]:
@@ -197,21 +226,22 @@ class VariableLeaf(ArrayLeaf):
         if self.binding.sync_policy is SyncPolicy.COMPONENTS:
             if source.num_components == self.binding.num_replicas:
                 return HostParts.like(stored, source.read_components)
-            return HostParts.like(stored, self._spread(source).__getitem__)
+            spread = self._spread(source)
+            return HostParts.like(stored, lambda index, into: spread[index])
         components = self._fetched_components(source)
         if self.binding.sync_policy is SyncPolicy.PARTS:
             topology = context.owner_of(self.of).topology
-            return components or HostParts(self.shape, topology.replicated, source.read), None
+            return components or HostParts(self.shape, self.dtype, topology.replicated, source.read), None
         return self._host_parts(stored, source.read), components
 
-    def _host_parts(self, stored: Any, read: Callable[[tuple[Any, ...]], np.ndarray]) -> HostParts:
+    def _host_parts(self, stored: Any, read: Read) -> HostParts:
         """Reads what the variable stores in its layout. A value that was assigned since the last program may still be
         replicated.
         """
         strategy = context.owner_of(self.of)
         if strategy is None or strategy.variable_placement.layouts is None:
             return HostParts.like(stored, read)
-        return HostParts(self.shape, self.binding.layout or strategy.topology.replicated, read)
+        return HostParts(self.shape, self.dtype, self.binding.layout or strategy.topology.replicated, read)
 
     def _fetched_components(self, source: ValueReader) -> HostParts | None:
         """Returns the components behind a variable that shows a sum, if their number fits."""
@@ -222,7 +252,7 @@ class VariableLeaf(ArrayLeaf):
         if topology is None or source.num_components != topology.num_replicas:
             return None
         shape = (source.num_components, *self.shape)
-        return HostParts(shape, topology.per_replica, source.read_components)
+        return HostParts(shape, self.dtype, topology.per_replica, source.read_components)
 
     def give(self, fetched: Any) -> None:
         stored = self.stored

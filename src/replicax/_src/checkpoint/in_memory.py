@@ -116,14 +116,16 @@ class ValueInMemory:
         self.num_components = 0 if components is None else components.shape[0]
         self._value, self._components, self._combine = value, components, array.combine
 
-    def read(self, index: tuple[Any, ...] = ()) -> np.ndarray:
+    def read(self, index: tuple[Any, ...] = (), into: np.ndarray | None = None) -> np.ndarray:
         """Returns a copy of the values of an index, by default of all."""
+        del into
         if self._value is not None:
             return np.array(self._value[index])
         return combined(self.read_components((slice(None), *index)), self._combine)
 
-    def read_components(self, index: tuple[Any, ...] = ()) -> np.ndarray:
+    def read_components(self, index: tuple[Any, ...] = (), into: np.ndarray | None = None) -> np.ndarray:
         """Does the same for the components [R, ...]."""
+        del into
         assert self._components is not None
         return np.array(self._components[index])
 

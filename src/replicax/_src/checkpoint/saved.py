@@ -127,23 +127,24 @@ class SavedValue:
             self._readers[folder] = self._saved.reader(f"{folder}/{self._key}", self._key, stored)
         return self._readers[folder]
 
-    def read(self, index: tuple[Any, ...] = ()) -> np.ndarray:
+    def read(self, index: tuple[Any, ...] = (), into: np.ndarray | None = None) -> np.ndarray:
         """Returns the values of an index, in memory that nobody else holds.
 
         Args:
           index: Slices of the first dims, without steps; by default of all.
+          into: The memory for the result. It is not used if the value is computed from components.
 
         Raises:
           CorruptCheckpointError: It is damaged; the message names it.
         """
         if self._array.value is not None:
-            return self._reader(ARRAYS, self._array.value).read(index)
+            return self._reader(ARRAYS, self._array.value).read(index, into)
         return combined(self.read_components((slice(None), *index)), self._array.combine)
 
-    def read_components(self, index: tuple[Any, ...] = ()) -> np.ndarray:
+    def read_components(self, index: tuple[Any, ...] = (), into: np.ndarray | None = None) -> np.ndarray:
         """Does the same for the components [R, ...]."""
         assert self._array.components is not None
-        return self._reader(COMPONENTS, self._array.components).read(index)
+        return self._reader(COMPONENTS, self._array.components).read(index, into)
 
     def slabs(self, max_bytes: int | None = None) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
         """Yields the parts of ``chunks.slabs``, each with its index. Afterwards no chunk is kept."""

@@ -12,6 +12,7 @@ import functools
 import inspect
 import itertools
 import logging
+import math
 import os
 import re
 import signal
@@ -890,6 +891,35 @@ def copied(value: Any) -> jax.Array:
     if not is_here or is_typed_key(value.dtype):  # device_put does not copy random keys
         return jnp.copy(value)
     return jax.device_put(value, value.sharding, may_alias=False)
+
+
+_LEAST_VIEWED_BYTES = 1 << 20  # smaller arrays gain nothing
+
+
+def new_with_memory(
+    shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.SingleDeviceSharding | None
+) -> tuple[jax.Array, np.ndarray] | None:
+    """Returns a new array on a CPU, and its memory: write its values there before anybody else has the array.
+
+    To fill the memory of the array saves a copy in other memory, new pages for that, and copying. The memory is valid
+    while the array lives. JAX has no public way to give its buffers to others; it can share those of NumPy, but then the
+    first program that the array is donated to copies it.
+
+    Returns:
+      None for other devices, for small arrays, and for dtypes that JAX changes or packs.
+    """
+    dtype = np.dtype(dtype)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes < _LEAST_VIEWED_BYTES or not (dtype.kind in "biufc" or dtype == jnp.bfloat16):
+        return None
+    if sharding is not None and next(iter(sharding.device_set)).platform != "cpu":
+        return None
+    array = jax.device_put(np.broadcast_to(np.zeros((), dtype), shape), sharding)  # it compiles nothing
+    jax.block_until_ready(array)
+    if array.dtype != dtype or next(iter(array.devices())).platform != "cpu":
+        return None
+    memory = (ctypes.c_char * num_bytes).from_address(array.unsafe_buffer_pointer())
+    return array, np.frombuffer(memory, dtype).reshape(shape)
 
 
 def put_all(values: Sequence[Any], sharding: Any) -> list[jax.Array]:
