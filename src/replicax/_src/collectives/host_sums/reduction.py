@@ -22,8 +22,8 @@ _IN_HEAD_BYTES: Final = 32 * 1024
 """The most bytes of a member that travel in the head of its frame."""
 _WHOLE_BYTES: Final = 32 * 1024
 _WHOLE_BYTES_OF_TWO: Final = 512 * 1024
-"""The most bytes of a member that it sends to all others whole, in one hop, which takes less time up to here. Two members
-send as many bytes in one hop as in two.
+"""The most bytes of a member that it sends to all others whole, in one hop, which takes less time up to here. Two
+members send as many bytes in one hop as in two.
 """
 _NUM_WHOLE: Final = 2
 """The whole arrays of a member that lie in shared memory at a time: one is written while others still read one. It is
