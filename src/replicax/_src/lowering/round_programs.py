@@ -177,9 +177,9 @@ class RoundPrograms:
         def run(donated: Sequence[Any], *args: Any) -> Any:
             # On one device, its results are equal on all replicas, so it may be the program of any of them.
             number = jax.lax.axis_index(REPLICA_AXIS) if self._is_spread else jnp.int32(0)
-            args = [value[0] if slot in self._own else value for slot, value in zip(taken, args, strict=True)]
+            own = [value[0] if slot in self._own else value for slot, value in zip(taken, args, strict=True)]
             with self._replica.traced(number):
-                values = self._evaluate(segment, [*self._donated, *taken], [*donated, *args])
+                values = self._evaluate(segment, [*self._donated, *taken], [*donated, *own])
             return self._finish(values.of(self._program.outputs))
 
         donated = [self._avals[slot] for slot in self._donated]

@@ -608,8 +608,9 @@ class Launcher:
                 out_shardings=self._shardings_of_results() if is_sharded else None,
             )
             replica, sums = self._replica_function, topology.host_sums
-            is_whole = sums is None or any(self._donated_args) or bool(compiler_options) or check is not None
-            if is_whole or replica is None or not program.has_collectives or program.has_callbacks:
+            if sums is None or replica is None or not program.has_collectives or program.has_callbacks:
+                return whole
+            if any(self._donated_args) or compiler_options or check is not None:
                 return whole
             return CutRun(replica, whole, name, topology, sums, donates=donates)
 
