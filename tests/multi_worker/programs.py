@@ -1018,9 +1018,36 @@ def adding_on_hosts():
         values = [per_replica((size,), "float32") for size in (1, 9_000, 200_000) for _ in range(4)]
         totals = strategy.reduce("SUM", values, axis=None)
         found["several"] = [zlib.crc32(np.asarray(total).tobytes()) for total in totals]
+        for dtype in dtypes:
+            for shape in [(2, 3), (0, 4), (70_001, 1)]:
+                gathered = strategy.gather(per_replica(shape, dtype), axis=1)
+                bits = np.asarray(gathered).tobytes()
+                found[f"gather of {dtype}{list(shape)}"] = [dtype, list(gathered.shape), zlib.crc32(bits)]
+        rows = strategy.experimental_distribute_values_from_function(
+            lambda context: np.full((context.replica_id_in_sync_group + 1, 2), True)
+        )
+        found["uneven rows"] = np.asarray(strategy.gather(rows, axis=0)).shape
+        try:
+            strategy.gather(per_replica((), "float32"), axis=0)
+        except rx.errors.ReductionError as error:
+            found["scalars"] = str(error)
+
+        def step(x):
+            context = rx.get_replica_context()
+            return context.all_reduce("SUM", x), x - context.all_reduce("MEAN", x * x)
+
+        before = num_exchanges(strategy)
+        total, rest = strategy.run(step, args=(per_replica((70_001,), "float32"),))
+        found["exchanges of a run"] = num_exchanges(strategy) - before
+        found["run"] = zlib.crc32(np.asarray(strategy.experimental_local_results(total)[0]).tobytes())
+        found["rows of a run"] = zlib.crc32(np.asarray(strategy.gather(rest, axis=0)).tobytes())
         twice = strategy.reduce("SUM", per_replica((3,), "float32"), axis=None) + totals[0]
         found["used"] = np.asarray(twice).tolist()
         return found
+
+    def num_exchanges(strategy):
+        sums = strategy.topology.host_sums
+        return 0 if sums is None else sums._world.statistics()["num_exchanges"]
 
     def joined():
         strategy = rx.MultiWorkerMirroredStrategy()

@@ -39,11 +39,23 @@ def test_all_workers_and_all_transports_have_the_same_bits(workers):
         assert worker["alone"].items() <= worker["by_jax"].items()
 
 
+def test_a_run_is_cut_at_its_sums(workers):
+    for worker in workers:
+        of_both = {"exchanges of a run": 1}.items()  # two sums that do not wait for each other
+        assert of_both <= worker["shared"].items()
+        assert of_both <= worker["connected"].items()
+        assert worker["by_jax"]["exchanges of a run"] == 0
+        assert worker["shared"]["run"] == worker["shared"]["SUM of float32[70001]"][2]
+
+
 def test_dtypes_and_shapes_are_those_of_programs(workers):
     on_hosts, by_jax = workers[0]["shared"], workers[0]["by_jax"]
-    assert on_hosts["bool"] == by_jax["bool"]
+    for key in ("bool", "uneven rows", "scalars"):
+        assert on_hosts[key] == by_jax[key], key
     assert on_hosts["used"] == pytest.approx(by_jax["used"])
-    for key, (dtype, shape, bits) in [item for item in on_hosts.items() if " of " in item[0]]:
+    for key, (dtype, shape, bits) in [
+        item for item in on_hosts.items() if item[0].startswith(("SUM of", "MEAN of", "gather of"))
+    ]:
         assert (dtype, shape) == tuple(by_jax[key][:2]), key
-        if key.startswith("SUM of int") or key.endswith("[0, 4]"):
+        if key.startswith(("SUM of int", "gather")) or key.endswith("[0, 4]"):
             assert bits == by_jax[key][2], key

@@ -11,7 +11,7 @@ from typing import Any, final
 
 from replicax._src.devices.sums_of_processes import SumsOfProcesses
 from replicax._src.devices.topology import Topology
-from replicax._src.fault_tolerance.stepped_program import RoundArrays
+from replicax._src.lowering.cut_programs import CutPrograms
 from replicax._src.lowering.held_state import HeldState
 from replicax._src.lowering.round_programs import ReplicaOperand, RoundPrograms
 from replicax._src.lowering.spmd import run_and_store
@@ -50,8 +50,8 @@ class CutStep:
         finish: Callable[[list[Any]], Any],
         donates: bool,
     ):
-        self._name, self._sums, self._written = name, sums, written
-        self._programs = RoundPrograms(
+        self._written = written
+        programs = RoundPrograms(
             plan.in_rounds(),
             avals,
             name,
@@ -63,6 +63,7 @@ class CutStep:
             finish=finish,
             split=split,
         )
+        self._programs = CutPrograms(programs, name, sums)
 
     def run(self, consts: Sequence[Any], state: HeldState, leaves: Sequence[Any]) -> Sequence[Any]:
         """Runs the step and leaves the new state in ``state``. Returns the outputs.
@@ -75,22 +76,9 @@ class CutStep:
         Raises:
           ClusterFailureError: Another process is gone.
         """
-        programs = self._programs
-        with self._sums.program(self._name, programs.digest):
-            with state_lock:
-                slots = programs.slots([*consts, *state.values(), *leaves])
-            programs.run_rounds_on_all(slots, self._combine)
-            with state_lock:
-                compiled, operands = programs.last(slots)
-                del slots
-                _, outputs = run_and_store(
-                    compiled, operands, lambda results: state.store(self._written, results[0])
-                )
+        with state_lock:
+            operands = [*consts, *state.values(), *leaves]
+        with self._programs.followed(operands) as (compiled, args), state_lock:
+            del operands
+            _, outputs = run_and_store(compiled, args, lambda results: state.store(self._written, results[0]))
         return outputs
-
-    def _combine(self, round_index: int, parts: Sequence[RoundArrays]) -> RoundArrays:
-        buffers = self._programs.rounds[round_index]
-        return [
-            self._sums.all_reduce(buffer.reduction, [arrays[at] for arrays in parts])
-            for at, buffer in enumerate(buffers)
-        ]

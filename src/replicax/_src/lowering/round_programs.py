@@ -24,6 +24,8 @@ from replicax._src.lowering.round_buffers import RoundBuffer, RoundLayout
 from replicax._src.tracing.flat import NumberedValues
 from replicax._src.tracing.rounds import RoundsOfSums, Segment, segments_of
 
+_WHOLE = PartitionSpec()
+
 
 @final
 class ReplicaOperand:
@@ -93,6 +95,7 @@ class RoundPrograms:
       finish: Maps the results to those of the last program, in its trace.
       split: The positions of the operands whose rows are split over the replicas, for programs of all devices; None
         for programs of one device.
+      out_specs: The specs of what ``finish`` returns, for programs of all devices.
 
     Attributes:
       rounds: The buffers of each round.
@@ -112,8 +115,9 @@ class RoundPrograms:
         donates: bool,
         finish: Callable[[list[Any]], Any],
         split: Iterable[int] | None = None,
+        out_specs: Any = _WHOLE,
     ):
-        self._is_spread = split is not None
+        self._is_spread, self._out_specs = split is not None, out_specs
         self._split, self._own = (
             set(split or ()),
             set[int](),
@@ -171,16 +175,18 @@ class RoundPrograms:
         taken = [slot for slot in self._slots_taken(segment) if slot not in donated_slots]
 
         def run(donated: Sequence[Any], *args: Any) -> Any:
-            # Its results are equal on all replicas, so it may be the program of any of them.
-            with self._replica.traced(jnp.int32(0)):
-                values = self._evaluate(segment, [*self._donated, *taken], [*donated, *args])
+            # On one device, its results are equal on all replicas, so it may be the program of any of them.
+            number = jax.lax.axis_index(REPLICA_AXIS) if self._is_spread else jnp.int32(0)
+            own = [value[0] if slot in self._own else value for slot, value in zip(taken, args, strict=True)]
+            with self._replica.traced(number):
+                values = self._evaluate(segment, [*self._donated, *taken], [*donated, *own])
             return self._finish(values.of(self._program.outputs))
 
         donated = [self._avals[slot] for slot in self._donated]
         options: dict[str, Any] = {"donate_argnums": (0,) if self._donates else ()}
         if self._is_spread:
-            specs = [PartitionSpec()] * len(donated), *map(self._spec, taken)
-            jitted = self._jit_on_all(run, specs, PartitionSpec(), **options)
+            specs = list(map(self._spec, self._donated)), *map(self._spec, taken)
+            jitted = self._jit_on_all(run, specs, self._out_specs, **options)
         else:
             jitted = self._jit(run, **options)
         return _Lowered(jitted.lower(donated, *[self._avals[slot] for slot in taken]), taken, [])
@@ -203,16 +209,19 @@ class RoundPrograms:
         return self._jit_on_all(run_own_part, specs, PartitionSpec(REPLICA_AXIS)).lower(*avals)
 
     def _spec(self, slot: int) -> PartitionSpec:
-        return PartitionSpec(REPLICA_AXIS) if slot in self._own or slot in self._split else PartitionSpec()
+        return PartitionSpec(REPLICA_AXIS) if slot in self._own or slot in self._split else _WHOLE
 
-    def _jit_on_all(
-        self, run: Callable[..., Any], specs: Any, out_spec: PartitionSpec, **options: Any
-    ) -> Any:
-        mesh = self._topology.mesh
-        shardings = jax.tree_util.tree_map(lambda spec: NamedSharding(mesh, spec), specs)
-        mapped = self._topology.on_replicas(run, in_specs=specs, out_specs=out_spec)
-        out_shardings = NamedSharding(mesh, out_spec)
-        return jax.jit(mapped, in_shardings=shardings, out_shardings=out_shardings, **options)
+    def _jit_on_all(self, run: Callable[..., Any], in_specs: Any, out_specs: Any, **options: Any) -> Any:
+        in_shardings, out_shardings = (
+            jax.tree_util.tree_map(
+                lambda spec: NamedSharding(self._topology.mesh, spec),
+                specs,
+                is_leaf=lambda each: isinstance(each, PartitionSpec),
+            )
+            for specs in (in_specs, out_specs)
+        )
+        mapped = self._topology.on_replicas(run, in_specs=in_specs, out_specs=out_specs)
+        return jax.jit(mapped, in_shardings=in_shardings, out_shardings=out_shardings, **options)
 
     def _add_slot(self, aval: Any) -> int:
         self._avals.append(jax.ShapeDtypeStruct(aval.shape, aval.dtype))

@@ -25,6 +25,7 @@ from replicax._src.devices.jax_backend import cpu_pool_is_large
 from replicax._src.devices.topology import REPLICA_AXIS, Topology
 from replicax._src.jax_internals import jax_compat
 from replicax._src.lowering.combined_sums import in_rounds
+from replicax._src.lowering.cut_run import CutRun, ReplicaFunction
 from replicax._src.lowering.row_lookups import ExchangedProgram, exchange_rows
 from replicax._src.lowering.uneven import UnevenEvaluator
 from replicax._src.lowering.uneven_gathers import evaluate_uneven_gathering
@@ -585,6 +586,7 @@ class Launcher:
             placement.layouts.check_used(is_training=True)  # the trained variables exist by now
         # The compiler does it, with its own collectives.
         is_sharded = topology.num_logical_devices > 1 or any(s.layout is not None for s in program.bindings)
+        self._replica_function: ReplicaFunction | None = None
         self._needs_token = (program.has_collectives or is_sharded) and topology.needs_token
         has_shards = placement.layouts is not None and placement.layouts.shards is not None
         cut = _cut(program) if has_shards and is_sharded else None
@@ -596,7 +598,7 @@ class Launcher:
             self.placed = self._place_cut(*cut, placement, rows_of_replica)
 
         def compile_program(donates: bool) -> Any:
-            return topology.compile(
+            whole = topology.compile(
                 self.placed,
                 name,
                 has_one_form=True,
@@ -605,6 +607,12 @@ class Launcher:
                 # Without this the compiler would choose the sharding of the results.
                 out_shardings=self._shardings_of_results() if is_sharded else None,
             )
+            replica, sums = self._replica_function, topology.host_sums
+            if sums is None or replica is None or not program.has_collectives or program.has_callbacks:
+                return whole
+            if any(self._donated_args) or compiler_options or check is not None:
+                return whole
+            return CutRun(replica, whole, name, topology, sums, donates=donates)
 
         self._programs = StatePrograms(compile_program, donates)
         self._is_training = any(binding.variable.trainable for binding in written)
@@ -693,25 +701,28 @@ class Launcher:
         is_joined = self._topology.peers is not None and program.has_collectives
         out_same = [(single or same) and i not in shards for i, same in enumerate(program.same_outputs)]
         groups = program_state.written.bindings, program_state.read.bindings
+        in_specs = (
+            *(
+                [_ROW if s.sync_policy.is_per_replica or is_late[id(s)] else _WHOLE for s in g]
+                for g in groups
+            ),
+            _WHOLE,
+            [_ROW if row else _WHOLE for row in given],
+            [_ROW if row else _WHOLE for row in kept],
+        )
+        out_specs = (
+            [_ROW if s.sync_policy.is_per_replica else _WHOLE for s in written_bindings],
+            _WHOLE,
+            [_WHOLE if same else _ROW for same in out_same],
+            _WHOLE,
+        )
         placed = self._topology.on_replicas(
             in_rounds(on_device, Packing.on(self._topology)) if is_joined else on_device,
-            in_specs=(
-                *(
-                    [_ROW if s.sync_policy.is_per_replica or is_late[id(s)] else _WHOLE for s in g]
-                    for g in groups
-                ),
-                _WHOLE,
-                [_ROW if row else _WHOLE for row in given],
-                [_ROW if row else _WHOLE for row in kept],
-            ),
-            out_specs=(
-                [_ROW if s.sync_policy.is_per_replica else _WHOLE for s in written_bindings],
-                _WHOLE,
-                [_WHOLE if same else _ROW for same in out_same],
-                _WHOLE,
-            ),
+            in_specs=in_specs,
+            out_specs=out_specs,
         )
         if all(s.layout is None for s in loaded):
+            self._replica_function = ReplicaFunction(on_device, in_specs, out_specs)
             return placed
 
         def given_to_replicas(binding: Binding, value: Any) -> Any:

@@ -33,6 +33,8 @@ _TINY = 1e-30
 
 Axis = int | tuple[int, ...] | list[int] | None
 """None: over replicas only; otherwise over axes of the values too."""
+_MOST_GATHERED_BYTES = 256 * 1024
+"""The most bytes of all components that are gathered on the hosts, as a sum of as many bytes."""
 Computation = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 """Returns the result, and a token that is ready after the program."""
 
@@ -402,7 +404,51 @@ def _gather_per_replica(topology: Topology, value: PerReplica, axis: int) -> jax
     shapes = tuple(value.component_shape(r) for r in range(value.num_replicas))
     if isinstance(value.stored, jax_compat.Tracer):
         return _join(shapes, value.is_equal, axis, value.stored)
+    if topology.host_sums is not None and not value.is_equal:
+        gathered = _gathered_on_hosts(topology, topology.host_sums, shapes, axis, value.stored)
+        if gathered is not None:
+            return gathered
     return _launch(topology, _compiled_join(topology, shapes, value.is_equal, axis), value)
+
+
+def _gathered_on_hosts(
+    topology: Topology,
+    sums: SumsOfProcesses,
+    shapes: tuple[tuple[int, ...], ...],
+    axis: int,
+    stored: jax.Array,
+) -> jax.Array | None:
+    """Concatenates small components of several processes without a program: the sum of the bytes of all, of which each
+    replica fills its own row. Returns None for larger ones.
+    """
+    dtype = stored.dtype
+    if not isinstance(dtype, np.dtype) or stored.size * dtype.itemsize > _MOST_GATHERED_BYTES:
+        return None
+    text = _text_of_gather(shapes, axis, stored.shape, dtype)
+    parts = topology.rows_here(stored)
+    rows = [np.zeros((len(shapes), part.nbytes), np.uint8) for part in parts]
+    for replica, row, part in zip(topology.local_replicas, rows, parts, strict=True):
+        row[replica] = np.frombuffer(part.tobytes(), np.uint8)
+    with sums.program("strategy.gather", text):
+        total = sums.all_reduce("sum", rows)
+    components = [
+        cut(row.view(dtype).reshape(stored.shape[1:]), shape)
+        for row, shape in zip(total, shapes, strict=True)
+    ]
+    return topology.put_same(np.concatenate(components, axis))
+
+
+@functools.lru_cache(maxsize=512)
+def _text_of_gather(
+    shapes: tuple[tuple[int, ...], ...], axis: int, stored: tuple[int, ...], dtype: np.dtype
+) -> str:
+    """Returns what all processes do alike.
+
+    Raises:
+      ReductionError: The components cannot be concatenated.
+    """
+    jax.eval_shape(functools.partial(_join, shapes, False, axis), jax.ShapeDtypeStruct(stored, dtype))
+    return f"{dtype.name} of {shapes} along {axis}"
 
 
 @functools.lru_cache(maxsize=512)

@@ -46,15 +46,15 @@ equal on all of them, such as the rows of all.
 """
 
 
-def cut_at_sums(jaxpr: Any, replica: Number, num_replicas: int) -> RoundsOfSums:
-    """Returns the rounds of a program, whose results are equal in all processes.
-
-    If replicas compute different values for a result, the first one's is taken.
+def cut_at_sums(jaxpr: Any, replica: Number, num_replicas: int, *, takes_first: bool = True) -> RoundsOfSums:
+    """Returns the rounds of a program.
 
     Args:
       jaxpr: The program, without constvars. Replicas differ only in their number on the axis, in ``replicas_p``.
       replica: Returns the number of the replica.
       num_replicas: R.
+      takes_first: True to make all results equal in all processes: if replicas compute different values for one, the
+        first one's is taken.
 
     Raises:
       UncutError: It has a collective of another kind, or in a loop, or a callback with effects.
@@ -63,7 +63,7 @@ def cut_at_sums(jaxpr: Any, replica: Number, num_replicas: int) -> RoundsOfSums:
     cut = _Cut(program, replica, num_replicas)
     for operation in program.operations:
         cut.add(operation)
-    outputs = list(map(cut.first, program.outputs))
+    outputs = list(map(cut.first, program.outputs)) if takes_first else list(program.outputs)
     return RoundsOfSums(program.inputs, program.consts, cut.computations, cut.rounds, outputs)
 
 

@@ -99,6 +99,16 @@ class Connection:
         finally:
             self._sending.release()
 
+    def send_head(self, head: bytes, deadline: float) -> None:
+        """Sends one message without a body; see ``send``."""
+        parts = frame_parts(Kind.MESSAGE, head)
+        _acquire(self._sending, deadline)
+        try:
+            self.bytes_out += len(parts[0])
+            self._stream.write(parts, deadline)
+        finally:
+            self._sending.release()
+
     def send_messages(self, messages: Iterable[tuple[bytes, Sequence[Part]]], deadline: float) -> None:
         """Sends messages, each given as head and body; see ``send``."""
         self.send([(Kind.MESSAGE, head, body) for head, body in messages], deadline)

@@ -46,9 +46,12 @@ class Link:
         Raises:
           OSError: The connection has ended.
         """
-        num_bytes = len(head) + sum(map(len, body))
+        num_bytes = len(head) + (sum(map(len, body)) if body else 0)
         if num_bytes <= DIRECT_BYTES and self._num_queued == self._num_sent:
-            self.connection.send([(Kind.MESSAGE, head, body)], deadline)
+            if body:
+                self.connection.send([(Kind.MESSAGE, head, body)], deadline)
+            else:
+                self.connection.send_head(head, deadline)
         else:
             self._num_queued += 1
             self._queue.put((head, body, deadline))

@@ -74,6 +74,12 @@ def combine(op: HostOp, arrays: Sequence[np.ndarray], result: np.ndarray) -> Non
     """
     function, is_half = _FUNCTIONS[op], result.dtype in _HALF
     with np.errstate(all="ignore"):  # infinities are results like others
+        if len(result) <= _BLOCK and len(arrays) > 1 and not is_half:
+            first, second, *others = arrays
+            function(first, second, out=result)
+            for other in others:
+                function(result, other, out=result)
+            return
         for start in range(0, len(result), _BLOCK):
             block = slice(start, start + _BLOCK)
             out = np.empty(len(result[block]), np.float32) if is_half else result[block]

@@ -14,7 +14,7 @@ from replicax._src.collectives.host_sums.exchange import Content, Exchange, head
 from replicax._src.collectives.host_sums.links import Links
 from replicax._src.collectives.host_sums.ordered_addition import combine
 from replicax._src.collectives.host_sums.windows import WINDOW_BYTES, Window, part_bytes, windows_of
-from replicax._src.wire.buffers import Buffers
+from replicax._src.wire.buffers import Buffers, aligned_empty
 
 _NUM_SLOTS: Final = 3
 """The windows that lie in shared memory at a time: one is sent ahead, one is added, and others still read one."""
@@ -22,8 +22,8 @@ _IN_HEAD_BYTES: Final = 32 * 1024
 """The most bytes of a member that travel in the head of its frame."""
 _WHOLE_BYTES: Final = 32 * 1024
 _WHOLE_BYTES_OF_TWO: Final = 512 * 1024
-"""The most bytes of a member that it sends to all others whole, in one hop, which takes less time up to here. Two members
-send as many bytes in one hop as in two.
+"""The most bytes of a member that it sends to all others whole, in one hop, which takes less time up to here. Two
+members send as many bytes in one hop as in two.
 """
 _NUM_WHOLE: Final = 2
 """The whole arrays of a member that lie in shared memory at a time: one is written while others still read one. It is
@@ -80,17 +80,36 @@ class Reduction:
           LinkLost: A member is lost, or did not take part in time.
           OtherExchange: A member exchanges something else.
         """
-        memory = self.buffers.take(arrays[0].nbytes)[: arrays[0].nbytes]
+        num_bytes = arrays[0].nbytes
+        most_bytes = num_bytes * max(self.num_replicas)  # the same on all members
+        if len(self.num_replicas) == 1 or most_bytes <= _IN_HEAD_BYTES:
+            return self._of_heads(exchange, arrays, deadline)
+        memory = self.buffers.take(num_bytes)[:num_bytes]
         result = self.buffers.lend(memory).view(exchange.dtype)
         run = _Run(self, exchange, arrays, memory.view(exchange.dtype), result, deadline)
-        most_bytes = arrays[0].nbytes * max(self.num_replicas)  # the same on all members
-        if len(self.num_replicas) == 1 or most_bytes <= _IN_HEAD_BYTES:
-            run.one_hop()
-        elif most_bytes <= _most_whole(len(self.num_replicas)):
+        if most_bytes <= _most_whole(len(self.num_replicas)):
             self._num_whole += 1
-            run.one_hop_of_bodies(self._num_whole % _NUM_WHOLE)
+            run.one_hop(self._num_whole % _NUM_WHOLE)
         else:
             run.two_hops()
+        return result
+
+    def _of_heads(self, exchange: Exchange, arrays: Sequence[np.ndarray], deadline: float) -> np.ndarray:
+        """Sends this member's small arrays to all others, in the heads of frames, and combines all. Steps of small
+        models spend most of their exchanges here.
+        """
+        links, dtype, length = self.links, exchange.dtype, len(arrays[0])
+        head = head_of(exchange.packed(), Content.WHOLE)
+        frame = b"".join([head, *(array.tobytes() for array in arrays)])
+        for place, _ in links.items():
+            links.send(place, frame, (), deadline)
+        of_members: list[Sequence[np.ndarray]] = [arrays] * len(self.num_replicas)
+        for place, _ in links.items():
+            content = np.frombuffer(links.receive(place, head, _NOTHING, deadline), dtype)
+            of_members[place] = content.reshape(self.num_replicas[place], length)
+        result = aligned_empty(length * dtype.itemsize).view(dtype)
+        combine(exchange.op, [of_members[place][index] for place, index in self.holders], result)
+        result.flags.writeable = False
         return result
 
     def received(self, place: int, num_bytes: int) -> np.ndarray:
@@ -120,23 +139,8 @@ class _Run:
         self._deadline = deadline
         self._num_members = len(reduction.num_replicas)
 
-    def one_hop(self) -> None:
-        """Sends this member's arrays to all others, and combines all."""
-        head = head_of(self._packed, Content.WHOLE)
-        links = self._links.items()
-        if links:
-            frame = b"".join([head, *(array.tobytes() for array in self._arrays)])
-        for place, _ in links:
-            self._links.send(place, frame, (), self._deadline)
-        arrays: dict[int, Sequence[np.ndarray]] = {self._reduction.place: self._arrays}
-        for place, _ in links:
-            content = self._links.receive(place, head, _NOTHING, self._deadline)
-            shape = self._reduction.num_replicas[place], len(self._target)
-            arrays[place] = list(np.frombuffer(content, self._dtype).reshape(shape))
-        self._combine(arrays, self._target)
-
-    def one_hop_of_bodies(self, slot: int) -> None:
-        """The same for larger arrays, which travel in shared memory or as bodies of frames."""
+    def one_hop(self, slot: int) -> None:
+        """Hands this member's arrays to all others, in shared memory or as bodies of frames, and combines all."""
         head, links, arrays = head_of(self._packed, Content.WHOLE), self._links.items(), self._arrays
         if any(link.is_read for _, link in links):
             for shared, array in zip(self._whole(self._reduction.memory, self._own, slot), arrays):
