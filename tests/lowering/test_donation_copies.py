@@ -12,6 +12,7 @@ import pytest
 import replicax as rx
 from replicax._src.lowering import held_state, spmd
 from replicax._src.strategies import running
+from replicax._src.tracing.bindings import LateValues
 
 
 @pytest.fixture(params=["one_device", "mirrored_2"])
@@ -222,3 +223,100 @@ def test_metrics_on_one_device_are_spread_once(monkeypatch):
         strategy.run(step)
     assert spread == []
     assert float(metric.result()) == 4 * 2 * 3
+
+
+# --- values that variables get late ---------------------------------------------------------------------
+
+
+class Amount:
+    def __init__(self, value):
+        self.value = value
+
+
+def adding(strategy, variable, amount):
+    """A step that adds an amount, whose end deletes the program."""
+    one = strategy.replicate(np.float32(1))
+
+    def step(x):
+        variable.assign_add(x * amount.value)
+
+    return lambda: strategy.run(step, args=(one,))
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """The number of times that variables got late values."""
+    times = []
+    give = LateValues.give
+
+    def counting():
+        if LateValues._pending is not None:
+            times.append(1)
+        give()
+
+    monkeypatch.setattr(LateValues, "give", counting)
+    return times
+
+
+def test_loop_gives_variables_their_values_when_one_is_read(strategy, counted):
+    with strategy.scope():
+        variable, other = rx.Variable(0.0), rx.Variable(5.0)
+    run = adding(strategy, variable, Amount(2.0))
+    for _ in range(3):
+        run()
+    counted.clear()
+    run()
+    assert LateValues._pending is not None
+    assert len(counted) == 0
+    assert (float(other), float(variable)) == (5, 8)
+    assert len(counted) == 1
+
+
+def test_assigned_value_replaces_a_late_one(strategy):
+    with strategy.scope():
+        variable = rx.Variable(0.0)
+    run = adding(strategy, variable, Amount(2.0))
+    for _ in range(3):
+        run()
+    variable.assign(1.0)
+    run()
+    assert float(variable) == 3
+
+
+def test_two_programs_share_a_variable_with_late_values(strategy):
+    with strategy.scope():
+        variable = rx.Variable(0.0)
+    first = adding(strategy, variable, Amount(1.0))
+    second = adding(strategy, variable, Amount(10.0))
+    for run in (first, first, second, second, first):
+        run()
+    assert float(variable) == 23
+
+
+def test_variables_keep_their_late_values_when_the_program_is_deleted(strategy):
+    with strategy.scope():
+        variable = rx.Variable(0.0)
+    amount = Amount(2.0)
+    run = adding(strategy, variable, amount)
+    for _ in range(3):
+        run()
+    assert LateValues._pending is not None
+    del run, amount
+    strategy.run(lambda: np.float32(0))  # the strategy holds its newest program
+    gc.collect()
+    assert LateValues._pending is None
+    assert float(variable) == 6
+
+
+def test_deleted_variables_free_their_late_values(strategy):
+    with strategy.scope():
+        variable = rx.Variable(np.zeros(3, np.float32))
+    amount = Amount(2.0)
+    run = adding(strategy, variable, amount)
+    for _ in range(3):
+        run()
+    array = weakref.ref(LateValues._pending.values[0])
+    del variable, run, amount
+    strategy.run(lambda: np.float32(0))
+    gc.collect()
+    assert array() is None

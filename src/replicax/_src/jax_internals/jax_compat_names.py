@@ -55,7 +55,8 @@ NAMES: Final[Mapping[str, Sequence[str]]] = {
     "jax._src.core": (
         # jax.set_mesh in the middle of a trace, for Keras's variables with a layout.
         "top_axis_env",  # no upstream issue: jax.set_mesh inside jax.ensure_compile_time_eval
-        "trace_ctx",  # no upstream issue: the same
+        # A look at the current trace in each launch.
+        "trace_ctx",  # no upstream issue: the same; to look at the current trace
     ),
     "jax._src.distributed": (
         # Gives the number of a process before its backend starts, and drops the client of a service that is gone.
@@ -80,7 +81,6 @@ NAMES: Final[Mapping[str, Sequence[str]]] = {
         "Primitive",
         "jaxpr_as_fun",
         "set_current_trace",
-        "take_current_trace",
     ),
     "jax.extend.source_info_util": ("current_name_stack", "register_exclusion", "user_context"),
     "jax.interpreters.ad": ("deflinear2", "instantiate_zeros", "primitive_jvps"),

@@ -100,6 +100,9 @@ class KerasAccessor:
         for variable, value in zip(holders, values, strict=True):
             variable._value = value
 
+    def late(self, holders: Sequence[Any]) -> None:
+        """Returns None: Keras reads its variables unnoticed."""
+
     def is_built(self, variable: Any) -> bool:
         """True if the variable has a value. Variables made in a ``keras.StatelessScope`` get theirs afterwards."""
         return variable._value is not None

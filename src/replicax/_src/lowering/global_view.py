@@ -4,9 +4,9 @@ XLA's partitioner splits the program of one device. Every sum over the batch is
 therefore over the global batch, and no formula is needed. State is replicated, and the rows of a batch are split. A
 batch that cannot be split evenly is padded on the host, and the program first removes the padding.
 
-The partitioner sums each array separately, which costs processes on CPUs a round trip for each. There this module
-splits the program instead, if all its operations are known to keep rows apart (``tracing/row_partitioner``), so that
-all sums of a step travel together. Where the hosts add faster than XLA's collectives, it is also cut there
+The partitioner sums each array separately, and on CPUs devices and processes wait for each other at each sum. There this
+module splits the program instead, if all its operations are known to keep rows apart (``tracing/row_partitioner``), so
+that all sums of a step travel together. Where the hosts add faster than XLA's collectives, it is also cut there
 (``cut_step.py``).
 """
 
@@ -40,6 +40,7 @@ from replicax._src.tracing.row_partitioner.row_layouts import RowSplit
 from replicax._src.tracing.row_partitioner.row_plan import RowsPlan, split_by_rows
 
 log = logging.getLogger("replicax")
+_DRAWING = frozenset({"random_bits", "rng_bit_generator", "threefry2x32"})
 
 
 @final
@@ -237,10 +238,20 @@ class _Program:
             donates=self._donates,
         )
 
+    @property
+    def _is_faster_in_a_process(self) -> bool:
+        """True if a step that is split by rows is faster on the devices of this process.
+
+        There the partitioner divides random bits among the devices. A step that is split by rows draws all of them on
+        each device.
+        """
+        draws = jax_compat.primitives_of(self._jaxpr) & _DRAWING
+        return self._topology.num_replicas > 1 and not draws
+
     def _plan_by_rows(self, num_consts: int, num_state: int) -> RowsPlan | None:
         """Returns the program split by rows, if that is faster and possible; else None."""
         topology = self._topology
-        is_faster = topology.peers is not None and topology.is_cpu
+        is_faster = topology.is_cpu and (topology.peers is not None or self._is_faster_in_a_process)
         if (
             not (is_faster or self._parts)
             or self._gives_rows
@@ -251,6 +262,8 @@ class _Program:
         has_rows = [False] * (num_consts + num_state) + [layout.is_split for layout in self._layouts]
         kept = {n for n, i in enumerate(self.written) if i in self._parts}
         plan = split_by_rows(self._jaxpr, has_rows, self._split, {num_consts + i for i in self._parts}, kept)
+        if isinstance(plan, str) and topology.peers is None and not self._parts:
+            return None
         if isinstance(plan, str):
             log.warning(
                 "%s: %s: %s.",
@@ -261,11 +274,12 @@ class _Program:
                 plan,
             )
             return None
-        log.info(
-            "%s: the processes sum all arrays of a step together, in %d round(s).",
-            self._name,
-            plan.num_rounds,
-        )
+        if topology.peers is not None:
+            log.info(
+                "%s: the processes sum all arrays of a step together, in %d round(s).",
+                self._name,
+                plan.num_rounds,
+            )
         return plan
 
     def _compile(self) -> Any:

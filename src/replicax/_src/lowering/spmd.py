@@ -7,7 +7,6 @@ evaluates uneven batches inside the same ``shard_map``.
 from __future__ import annotations
 
 import collections
-import contextlib
 import itertools
 import logging
 import operator
@@ -34,6 +33,7 @@ from replicax._src.scope.any_placement import Placement
 from replicax._src.tracing import profile_names as names
 from replicax._src.tracing.bindings import (
     Binding,
+    LateValues,
     SyncPolicy,
     adopt,
     check_no_tracer,
@@ -210,6 +210,12 @@ class BindingGroup:
         self._summed = [i for i, s in enumerate(self.bindings) if s.sync_policy is SyncPolicy.SUMMED]
         self._written: Sequence[Any] | None = None  # values that are not yet in the bindings
         self._reference: weakref.ref[BindingGroup] = weakref.ref(self)
+        self._late: LateValues | None = None
+        self._may_be_late = False  # all arrays of the variables are donated
+        if len(self._accessors) == 1 and not self._summed and self._parameter_device is None:
+            self._late = self._accessors[0].late(self._holders[0])
+        if self._late is not None:
+            weakref.finalize(self, self._late.end).atexit = False
 
     @classmethod
     def update_bindings(cls, but: BindingGroup | None = None) -> None:
@@ -225,11 +231,18 @@ class BindingGroup:
                     binding.placed = value
             self._written = None
 
-    def load(self, *, for_donation: bool) -> list[Any]:
+    def load(self, *, for_donation: bool, beside: BindingGroup | None = None) -> Sequence[Any]:
         """Returns the values for the program. Adopts those that it did not write. For donation, copies those that
         somebody else holds.
+
+        Args:
+          beside: The program's group of other variables, which may keep late values.
         """
-        values = self._held()
+        late = None if self._late is None else self._late.values
+        if late is not None:
+            self._may_be_late = for_donation
+            return late
+        values = self._held(beside)
         if self._parameter_device is not None:
             return self._fetch(values)
         known = map(_placed, self.bindings) if self._written is None else self._written
@@ -238,7 +251,7 @@ class BindingGroup:
             for i, binding in enumerate(self.bindings):
                 if binding.placed is not values[i]:
                     adopt(binding, values[i], self._topology)
-            values = self._held()
+            values = self._held(beside)
         for i in self._summed:
             values[i] = self.bindings[i].components
         if for_donation:
@@ -249,6 +262,9 @@ class BindingGroup:
                 held.update(set(self._summed).intersection(held_elsewhere(values, num_own=1)))
             for i in held:
                 values[i] = own_copy(values[i], values[i].sharding)
+            self._may_be_late = not held
+        else:
+            self._may_be_late = False
         return values
 
     def _fetch(self, values: Sequence[Any]) -> list[Any]:
@@ -266,7 +282,11 @@ class BindingGroup:
             for s, v in zip(self.bindings, values, strict=True)
         ]
 
-    def _held(self) -> list[Any]:
+    def _held(self, beside: BindingGroup | None) -> list[Any]:
+        if self._late is not None:
+            if beside is None or beside._late is None or beside._late.values is None:
+                LateValues.give()
+            return self._late.held()
         if len(self._accessors) == 1:
             return self._accessors[0].get(self._holders[0])
         return [v for a, group in zip(self._accessors, self._holders, strict=True) for v in a.get(group)]
@@ -283,12 +303,15 @@ class BindingGroup:
             ]
         for i in self._summed:
             self.bindings[i].placed = shown[i]
-        if len(self._accessors) == 1:
+        if self._late is not None and self._may_be_late and not LateValues.is_read:
+            self._late.put(shown)
+        elif len(self._accessors) == 1:
             self._accessors[0].set(self._holders[0], shown)
         else:
             remaining = iter(shown)
             for accessor, group in zip(self._accessors, self._holders, strict=True):
                 accessor.set(group, [next(remaining) for _ in group])
+        LateValues.is_read = False
         BindingGroup.update_bindings(but=self)  # another thread's program may have stored meanwhile
         if self._written is None:
             for binding in self.bindings:  # otherwise the earlier arrays would stay alive
@@ -364,11 +387,13 @@ class ProgramState:
         """All bindings, in the order in which a program takes them: the written ones, then the others."""
         return [*self.written.bindings, *self.read.bindings]
 
-    def load(self, *, for_donation: bool) -> tuple[list[Any], list[Any]]:
+    def load(self, *, for_donation: bool) -> tuple[Sequence[Any], Sequence[Any]]:
         """Returns the values of the written and of the read group."""
         BindingGroup.update_bindings(but=self.written)
         written = self.written.load(for_donation=for_donation)
-        return written, self.read.load(for_donation=False) if self.read.bindings else []
+        if not self.read.bindings:
+            return written, []
+        return written, self.read.load(for_donation=False, beside=self.written)
 
     def described(self, topology: Topology) -> tuple[list[Any], list[Any]]:
         """Returns the shapes, dtypes and shardings of both groups, as a program takes them."""
@@ -395,13 +420,10 @@ class ProgramState:
         if not jax_compat.is_evaluating():
             raise called_in_trace("strategy.run (or an rx.function)")
         counters.num_runs += 1
-        launch = (
-            contextlib.nullcontext()
-            if names.current is None
-            else names.current.launch(self._name, self._topology)
-        )
         try:
-            with launch:
+            if names.current is None:
+                return self._run(compiled, args, donates, check)
+            with names.current.launch(self._name, self._topology):
                 return self._run(compiled, args, donates, check)
         except FloatingPointError as error:
             if not isinstance(error, NotFiniteError):

@@ -107,7 +107,7 @@ class ReplicaRunner:
         is_plain = is_plain and not key.lifted_cells(fn)
         found = self._shallow(args) if is_plain else None
         if found is not None:
-            placed = self._cache.programs_of(fn).shallow.get(found[0])
+            placed = self._cache.programs_of(fn, lifted=()).shallow.get(found[0])
             if placed is not None:
                 return placed.results.wrap(placed.launcher(found[1]))
         if found is None:

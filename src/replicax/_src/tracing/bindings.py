@@ -10,7 +10,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol, final
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +58,79 @@ class Accessor(Protocol):
 
     def set(self, holders: Sequence[Any], values: Sequence[Any]) -> None:
         """Stores ``values``, in order."""
+
+    def late(self, holders: Sequence[Any]) -> LateValues | None:
+        """Returns the late values of the holders; None if somebody may read them unnoticed."""
+        ...
+
+
+class Stored:
+    """A holder of an array, whose readers and writers call ``LateValues.settle`` first."""
+
+    __slots__ = ("array",)
+
+    def __init__(self, array: Any):
+        self.array = array
+
+
+@final
+class LateValues:
+    """The values that a program wrote and its variables do not have yet: they get them when somebody reads or assigns
+    any variable. A loop of one program therefore touches no variable, which takes a microsecond for each.
+
+    Attributes:
+      is_read: True if somebody has read or assigned a variable since a program wrote. The next one writes at once.
+    """
+
+    is_read: ClassVar[bool] = True
+    _pending: ClassVar[LateValues | None] = None  # of the program that wrote last
+
+    def __init__(self, holders: Sequence[Stored]):
+        self._holders = holders
+        self._values: Sequence[Any] = ()
+
+    @property
+    def values(self) -> Sequence[Any] | None:
+        """The values, which nobody has seen; None if the variables have them."""
+        return self._values if LateValues._pending is self else None
+
+    def held(self) -> list[Any]:
+        """Returns the values that the holders have."""
+        return [holder.array for holder in self._holders]
+
+    def put(self, values: Sequence[Any]) -> None:
+        """Takes new values of all holders. Hold the ``state_lock``.
+
+        Ctrl-C may come between any two lines: call it again then.
+        """
+        if LateValues._pending is not self:
+            LateValues.give()
+            self._values, LateValues._pending = values, self
+            for holder in self._holders:
+                holder.array = None  # otherwise the earlier arrays would stay alive
+        self._values = values
+
+    def end(self) -> None:
+        """Gives the variables their values, because the program is deleted."""
+        if LateValues._pending is self:
+            LateValues.give()
+
+    @classmethod
+    def settle(cls) -> None:
+        """Called by all that read or assign a variable: gives all variables the values that were written last."""
+        cls.is_read = True
+        if cls._pending is not None:
+            cls.give()
+
+    @classmethod
+    def give(cls) -> None:
+        """Gives the variables of the program that wrote last their values, if they are late."""
+        with state_lock:
+            late = cls._pending
+            if late is not None:
+                for holder, value in zip(late._holders, late._values, strict=True):
+                    holder.array = value
+                cls._pending, late._values = None, ()
 
 
 class Binding:

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
@@ -193,9 +193,11 @@ class ProgramCache(Generic[T]):
     def __len__(self) -> int:
         return sum(len(programs) for programs in self._functions.values())
 
-    def programs_of(self, fn: Callable[..., Any]) -> FunctionPrograms[T]:
-        """Returns the programs of the current version of ``fn``."""
-        fn_key = key.function_key(fn)
+    def programs_of(
+        self, fn: Callable[..., Any], lifted: Collection[str] | None = None
+    ) -> FunctionPrograms[T]:
+        """Returns the programs of the current version of ``fn``; see ``function_key``."""
+        fn_key = key.function_key(fn, lifted=lifted)
         programs = self._functions.get(fn_key)
         if programs is None:
             objects: list[Any] = []

@@ -13,7 +13,7 @@ import inspect
 import reprlib
 import types
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -43,14 +43,17 @@ def _inside(fn: Any) -> Callable[..., Any] | None:
     return inner if inner is not None and getattr(fn, "__wrapped__", None) is inner else None
 
 
-def function_key(fn: Callable[..., Any], anchors: list[Any] | None = None) -> Hashable:
+def function_key(
+    fn: Callable[..., Any], anchors: list[Any] | None = None, lifted: Collection[str] | None = None
+) -> Hashable:
     """Returns a hashable that is equal for functions that share programs.
 
     Args:
       anchors: A list to which objects are appended that the key names by identity.
+      lifted: The names of ``lifted_cells(fn)``, if the caller has them.
     """
     if type(fn) is types.FunctionType:
-        return _python_function_key(fn, anchors, (id(fn),), frozenset(lifted_cells(fn)))
+        return _python_function_key(fn, anchors, (id(fn),), lifted_cells(fn) if lifted is None else lifted)
     return _key(fn, anchors, ())
 
 
@@ -91,7 +94,7 @@ def _python_function_key(
     fn: types.FunctionType,
     anchors: list[Any] | None,
     above: tuple[int, ...],
-    lifted: frozenset[str] = frozenset(),
+    lifted: Collection[str] = (),
 ) -> Hashable:
     """Returns the key. The contents of cells in ``lifted`` become inputs of the program, so only their shapes count."""
     code = fn.__code__

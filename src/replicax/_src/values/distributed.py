@@ -284,13 +284,11 @@ class PerReplica(DistributedValues):
         return tuple(map(cut, rows, self.shapes))
 
     def as_array(self) -> Any:
-        if (
-            self.is_equal
-            and _is_on_replicas(self._array, self.num_replicas)
-            and self._array.is_fully_replicated
-        ):
+        array = self._array
+        is_placed = array is not None and self.is_equal and _is_on_replicas(array, self.num_replicas)
+        if is_placed and array.is_fully_replicated:  # type: ignore[union-attr]
             return self.array.addressable_data(0)  # ``values`` would look at the shards of all replicas
-        if self._array is None or self.is_equal or self.num_replicas == 1:
+        if array is None or self.is_equal or self.num_replicas == 1:
             return self.values[0]
         better = listener().converted("A PerReplica was used")
         if better is not None:

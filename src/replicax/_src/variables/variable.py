@@ -17,7 +17,7 @@ from replicax._src.drawing import html
 from replicax._src.jax_internals import jax_compat
 from replicax._src.scope import context
 from replicax._src.scope.any_placement import Placement
-from replicax._src.tracing.bindings import Binding, SyncPolicy, state_lock
+from replicax._src.tracing.bindings import Binding, LateValues, Stored, SyncPolicy, state_lock
 from replicax._src.tracing.capture import current_capture, note_created
 from replicax._src.user.listening import listener
 from replicax._src.user.user_code import user_line
@@ -133,7 +133,9 @@ class Variable(ArrayLike):
             and not self._has_components
             and self._placement.topology.num_replicas > 1
         )
-        self._stored = _Stored(None)  # the binding, which has the layout, refers to it
+        # A separate object, because the variable's ``__getattr__`` makes attributes slow. The binding, which has the
+        # layout, refers to it.
+        self._stored = Stored(None)
         with jax_compat.outside_traces():
             parts = self._initial_components(value) if self._has_components else None
             layout = self._strategy.bindings.layout_of(self)
@@ -142,10 +144,12 @@ class Variable(ArrayLike):
 
     @property
     def _value(self) -> Any:
+        LateValues.settle()
         return self._stored.array
 
     @_value.setter
     def _value(self, value: Any) -> None:
+        LateValues.settle()
         self._stored.array = value
 
     # --- reading --------------------------------------------------------------------------------------
@@ -668,28 +672,20 @@ def _communicator() -> Communicator | None:
 # --- bindings: how programs see variables ----------------------------------------------------------------
 
 
-class _Stored:
-    """The stored value of a variable.
-
-    It is a separate object because the variable's ``__getattr__`` makes attributes slow, and programs read and write a
-    thousand of them in each step.
-    """
-
-    __slots__ = ("array",)
-
-    def __init__(self, array: Any):
-        self.array = array
-
-
 class _VariableAccessor:
     """Reads and writes the stored values of variables."""
 
-    def get(self, holders: Sequence[_Stored]) -> list[Any]:
+    def get(self, holders: Sequence[Stored]) -> list[Any]:
+        LateValues.settle()
         return [stored.array for stored in holders]
 
-    def set(self, holders: Sequence[_Stored], values: Sequence[Any]) -> None:
+    def set(self, holders: Sequence[Stored], values: Sequence[Any]) -> None:
+        LateValues.settle()
         for stored, value in zip(holders, values, strict=True):
             stored.array = value
+
+    def late(self, holders: Sequence[Stored]) -> LateValues:
+        return LateValues(holders)
 
 
 _accessor = _VariableAccessor()
