@@ -23,7 +23,14 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 from replicax._src.checkpoint import agreement
-from replicax._src.checkpoint.array_files import Piece, Written, sync, sync_names, write_metadata, write_pieces
+from replicax._src.checkpoint.array_files import (
+    Piece,
+    Written,
+    sync,
+    sync_names,
+    write_metadata,
+    write_pieces,
+)
 from replicax._src.checkpoint.contents import ARRAYS, MANIFEST, Contents, WrittenFiles
 from replicax._src.checkpoint.errors import CheckpointWriteError
 from replicax._src.checkpoint.saved import save_at
