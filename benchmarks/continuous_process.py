@@ -65,22 +65,22 @@ class Replicax(Contestant):
 
         self._checkpoint = rx.Checkpoint(state=state)
         self._manager = rx.CheckpointManager(self._checkpoint, directory, max_to_keep=2, continuous=True)
-        self.wait = self._manager.wait
 
     def save(self, step: int, state: dict[str, Any]) -> bool:
         self._checkpoint.state = state
         return self._manager.save(step) is not None
 
     def wait(self) -> None:
-        raise NotImplementedError
+        self._manager.wait()
 
     def restore(self) -> dict[str, Any]:
         assert self._manager.restore_or_initialize() is not None
         return self._checkpoint.state
 
 
-class _OfJax(Contestant):
-    """A contestant that leaves it to JAX to join processes."""
+@final
+class Orbax(Contestant):
+    """``CheckpointManager`` with ``ContinuousCheckpointingPolicy``, as in Orbax's own benchmark."""
 
     def join(self, index: int, addresses: list[str]) -> None:
         import jax
@@ -88,25 +88,16 @@ class _OfJax(Contestant):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(addresses[0], len(addresses), index)
 
-    @staticmethod
-    def _described(state: dict[str, Any]) -> dict[str, Any]:
-        import jax
-
-        return {
-            name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
-            for name, array in state.items()
-        }
-
-
-@final
-class Orbax(_OfJax):
-    """``CheckpointManager`` with ``ContinuousCheckpointingPolicy``, as Orbax's own benchmark has it."""
-
     def open(self, directory: str, state: dict[str, Any]) -> None:
+        import jax
         import orbax.checkpoint as ocp
         from orbax.checkpoint import checkpoint_managers as policies
 
-        self._args, self._like = ocp.args, self._described(state)
+        self._args = ocp.args
+        self._like = {
+            name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+            for name, array in state.items()
+        }
         options = ocp.CheckpointManagerOptions(
             save_decision_policy=policies.ContinuousCheckpointingPolicy(),
             preservation_policy=policies.LatestN(2),
@@ -123,32 +114,7 @@ class Orbax(_OfJax):
         return self._manager.restore(self._manager.latest_step(), args=self._args.StandardRestore(self._like))
 
 
-@final
-class OrbaxOne(_OfJax):
-    """The ``Checkpointer`` of Orbax's next interface, which saves continuously by default."""
-
-    def open(self, directory: str, state: dict[str, Any]) -> None:
-        import orbax.checkpoint.experimental.v1 as ocp
-
-        self._like, self._response = self._described(state), None
-        self._checkpointer = ocp.training.Checkpointer(
-            directory, preservation_policy=ocp.training.preservation_policies.LatestN(2)
-        )
-
-    def save(self, step: int, state: dict[str, Any]) -> bool:
-        response = self._checkpointer.save_async(step, state)
-        self._response = response or self._response
-        return response is not None
-
-    def wait(self) -> None:
-        if self._response is not None:
-            self._response.result()
-
-    def restore(self) -> dict[str, Any]:
-        return self._checkpointer.load(abstract_state=self._like)
-
-
-CONTESTANTS: dict[str, type[Contestant]] = {"replicax": Replicax, "orbax": Orbax, "orbax v1": OrbaxOne}
+CONTESTANTS: dict[str, type[Contestant]] = {"replicax": Replicax, "orbax": Orbax}
 
 
 # --- the training -----------------------------------------------------------------------------------------
@@ -182,7 +148,9 @@ class Training:
         }
         zero = np.zeros((), np.int32)
         self.state["step"] = jax.make_array_from_callback((), same, lambda index: zero)
-        self._log = os.open(os.path.join(folder, f"steps-{jax.process_index()}"), os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+        self._log = os.open(
+            os.path.join(folder, f"steps-{jax.process_index()}"), os.O_CREAT | os.O_APPEND | os.O_WRONLY
+        )
 
         def step(state: dict[str, Any]) -> tuple[dict[str, Any], Any]:
             new = {name: state[name] * RATE + SHIFT for name in NAMES}

@@ -22,6 +22,7 @@ import jax
 import keras
 
 import compiling
+import continuous_checkpoints
 import feeding
 import fit
 import memory
@@ -65,6 +66,7 @@ SECTIONS = {
     ),
     "survivors": lambda arguments: survivors.main(arguments.rounds),
     "parameter_server": lambda arguments: parameter_server.main(arguments.rounds, arguments.tensorflow),
+    "continuous": lambda arguments: continuous_checkpoints.main(min(arguments.rounds, 5)),
     "peers": lambda arguments: peers.main(arguments.rounds, arguments.tensorflow),
 }
 

@@ -38,7 +38,7 @@ class Workers:
 
     def __init__(self, contestant: Contestant):
         assert contestant.python is not None
-        addresses = _free_addresses(contestant.num_workers)
+        addresses = free_addresses(contestant.num_workers)
         with contextlib.ExitStack() as closing:
             self._processes = []
             for index in range(contestant.num_workers):
@@ -64,7 +64,7 @@ class Workers:
         self._closing.close()
 
 
-def _free_addresses(num_addresses: int) -> list[str]:
+def free_addresses(num_addresses: int) -> list[str]:
     with contextlib.ExitStack() as held:
         sockets = [held.enter_context(socket.socket()) for _ in range(num_addresses)]
         for bound in sockets:
