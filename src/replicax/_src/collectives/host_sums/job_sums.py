@@ -28,7 +28,7 @@ from replicax._src.vocabulary.errors import ReplicaxError
 log = logging.getLogger("replicax")
 MOST_PROCESSES: Final = 8
 """The most processes that add on their hosts. Each two have a connection."""
-_MEETING_S: Final = 20.0
+_MEETING_S: Final = 10.0
 _REASON_S: Final = 5.0
 """The time that a lost connection waits for its cause, the failure of another task."""
 _LATER_S: Final = 10.0
@@ -104,7 +104,7 @@ def joined_sums(peers: Peers, host: str, replicas_each: int, timeout_s: float) -
 
     Args:
       peers: The processes.
-      host: The name or address by which the others reach this host.
+      host: The name or address by which the others reach this host; empty if it is not known.
       replicas_each: The number of replicas of each process.
       timeout_s: The controller's limit for waits.
 
@@ -119,9 +119,9 @@ def joined_sums(peers: Peers, host: str, replicas_each: int, timeout_s: float) -
 def _connected(peers: Peers, host: str, replicas_each: int, timeout_s: float) -> JobSums | None:
     if len(peers) > MOST_PROCESSES:
         return None
-    rendezvous, why = None, ""
+    rendezvous, why = None, "" if host else "its own address is not known"
     try:
-        rendezvous = Rendezvous(host, security_of())
+        rendezvous = Rendezvous(host, security_of()) if host else None
     except (OSError, ReplicaxError) as error:
         why = f"it cannot listen at {host}: {error}"
     address = "" if rendezvous is None else rendezvous.address
