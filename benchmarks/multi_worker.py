@@ -37,6 +37,7 @@ OURS, BY_HAND, TENSORFLOW, TORCH = "replicax", "JAX by hand", "TensorFlow", "tor
 RUN, FIT, DDP = "replicax, strategy.run", "replicax, Keras fit", "torch DDP, gloo"
 REDUCE, IN_FUNCTION, IN_RUN = "strategy.reduce", "reduce in rx.function", "all_reduce in run"
 REDUCED = (4, 64 * KIB, 4 * MIB, 64 * MIB)
+CUT, ONE_PROGRAM = "cut", "one program"
 SYNCHRONIZED_DDP = "torch DDP, synchronized norm"
 WHOLE = "replicax, Keras fit, global view"
 SCRIPT = "worker_replicax.py"
@@ -85,6 +86,32 @@ def reduces(num_rounds: int, tensorflow_python: str | None, torch_python: str | 
         workers.report(f"A sum over two workers, {_in_words(size)} of float32", timings, REDUCE)
         workers.print_bar(timings, REDUCE, TORCH, 1.0)
         workers.print_bar(timings, REDUCE, BY_HAND, 1.0)
+
+
+def cuts(num_rounds: int, tensorflow_python: str | None, torch_python: str | None) -> None:
+    """Steps that are cut at their sums, which the hosts add, beside the same steps as one program with gloo."""
+    del tensorflow_python, torch_python
+    for model in (*MODELS, fit_process.LARGE, fit_process.NORMALIZED):
+        rows = ROWS_PER_WORKER * NUM_WORKERS
+        settings = {
+            f"{task}, {name}": {
+                "contestant": "replicax",
+                "task": task,
+                "model": model,
+                "rows": rows,
+                "implementation": implementation,
+            }
+            for task in ("fit", "steps")
+            for name, implementation in ((CUT, "AUTO"), (ONE_PROGRAM, "RING"))
+        }
+        contestants = {
+            name: Contestant(sys.executable, SCRIPT, setting) for name, setting in settings.items()
+        }
+        timings = workers.compare(contestants, {model: (NUM_STEPS, {})}, num_rounds)[model]
+        title = f"One step, {ROWS_PER_WORKER} rows per worker, {NUM_WORKERS} workers, Adam: {model}"
+        workers.report(title, timings, f"fit, {ONE_PROGRAM}")
+        for task in ("fit", "steps"):
+            workers.print_bar(timings, f"{task}, {CUT}", f"{task}, {ONE_PROGRAM}", 1.0)
 
 
 def steps(num_rounds: int, tensorflow_python: str | None, torch_python: str | None) -> None:
@@ -194,6 +221,7 @@ def _in_words(size: int) -> str:
 PARTS = {
     "all_reduce": all_reduces,
     "reduce": reduces,
+    "cuts": cuts,
     "steps": steps,
     "shapes": shapes,
     "by_rows": by_rows,

@@ -53,7 +53,7 @@ def steps(num_rounds: int) -> None:
         }
         contestants = {
             TOLERANT: Contestant(sys.executable, multi_worker.SCRIPT, {**setting, "fault_tolerance": True}),
-            TODAY: Contestant(sys.executable, multi_worker.SCRIPT, setting),
+            TODAY: Contestant(sys.executable, multi_worker.SCRIPT, {**setting, "implementation": "RING"}),
         }
         num_steps = multi_worker.NUM_STEPS
         timings = workers.compare(contestants, {model: (num_steps, {})}, num_rounds)[model]

@@ -31,6 +31,7 @@ def build(
     addresses: Sequence[str],
     devices_per_worker: int = 1,
     fault_tolerance: bool = False,
+    implementation: str = "AUTO",
     **task_options: Any,
 ) -> Run:
     """Answers the commands of the benchmark.
@@ -41,6 +42,7 @@ def build(
       index: The index of this worker.
       addresses: The addresses of all workers.
       devices_per_worker: The number of virtual devices of each worker.
+      implementation: That of ``CommunicationOptions``; RING is JAX's own engine, with gloo.
       fault_tolerance: True if workers continue when others die: each has only its own devices then.
       **task_options: The arguments of the task.
     """
@@ -50,7 +52,9 @@ def build(
             rx.config.set_local_devices(devices_per_worker)
         own = {"type": "worker", "index": index}
         os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": list(addresses)}, "task": own})
-        place: Any = rx.MultiWorkerMirroredStrategy(**({"fault_tolerance": True} if fault_tolerance else {}))
+        options = rx.CommunicationOptions(implementation=implementation)
+        more = {"fault_tolerance": True} if fault_tolerance else {}
+        place: Any = rx.MultiWorkerMirroredStrategy(communication_options=options, **more)
     else:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.config.update("jax_cpu_enable_async_dispatch", False)

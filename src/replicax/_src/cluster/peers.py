@@ -199,6 +199,11 @@ class Peers:
         return self._exit
 
     @property
+    def position(self) -> int:
+        """The position of the last program that has begun."""
+        return self._position
+
+    @property
     def _next_position(self) -> int:
         """The position of the next program."""
         return max(self._position + 1, first_at(self.moment().date))

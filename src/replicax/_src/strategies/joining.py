@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket
+
 import jax
 
 from replicax._src.cluster.environ import check_cpu_collectives
 from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.peers import Peers
-from replicax._src.cluster.spec import split_address
+from replicax._src.cluster.spec import UNKNOWN_ADDRESS, split_address
 from replicax._src.cluster.start import compare_devices, join_cluster
 from replicax._src.collectives.host_sums.job_sums import JobSums, joined_sums
 from replicax._src.devices.jax_backend import prepare_backend
@@ -49,8 +51,24 @@ def sums_on_hosts(topology: Topology, membership: Membership, timeout_s: float) 
     peers = topology.peers
     if peers is None or not topology.is_cpu or topology.num_logical_devices > 1:
         return None
-    host, _ = split_address(membership.addresses[membership.id_in_cluster])
-    return joined_sums(peers, host, len(topology.local_replicas), timeout_s)
+    return joined_sums(peers, _own_host(membership), len(topology.local_replicas), timeout_s)
+
+
+def _own_host(membership: Membership) -> str:
+    """Returns the name or address by which other tasks reach this host. Without one of its own, as under torchrun, it is
+    the address from which this host reaches the leader; empty if there is none.
+    """
+    address = membership.addresses[membership.id_in_cluster]
+    if address != UNKNOWN_ADDRESS:
+        return split_address(address)[0]
+    host, port = split_address(membership.leader_address)
+    try:
+        family, _, _, _, to = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(to)  # (it sends nothing)
+            return probe.getsockname()[0]
+    except OSError:
+        return ""
 
 
 def join_survivors(membership: Membership, timeout_s: float, min_workers: int) -> Peers:

@@ -40,8 +40,8 @@ class MultiWorkerMirroredStrategy(Strategy):
       cluster_resolver: The description of the cluster; default: ``TF_CONFIG``, else the environment of a launcher
         (torchrun, Open MPI, Slurm, a Kubeflow TrainJob, SageMaker), else this worker alone.
       communication_options: Options of collectives. ``timeout_seconds`` is the limit of a wait for others that are
-        alive; the value of a process's first strategy counts. Give all workers the same options. CPUs use gloo's ring.
-        The log names the implementation.
+        alive; the value of a process's first strategy counts. Give all workers the same options. On CPUs, up to eight
+        workers add on their hosts; RING asks for gloo's ring. The log names the implementation.
       shard_state: "optimizer" or "all", as in ``MirroredStrategy``, sharded over the replicas of all workers.
       shard_size: See ``MirroredStrategy``.
       devices_per_replica: The number of adjacent devices of each replica, as in ``MirroredStrategy``. All devices of a

@@ -176,6 +176,10 @@ def _reduce_per_replica(
     value: PerReplica,
     axes: tuple[int, ...] | None,
 ) -> Any:
+    if topology.host_sums is not None and axes is None and ops is None:
+        added = _added_on_hosts(topology, topology.host_sums, op, value)
+        if added is not None:
+            return added
     dtype = value.stored.dtype
     if not jnp.issubdtype(dtype, jnp.number):
         raise ReductionError(
@@ -191,10 +195,6 @@ def _reduce_per_replica(
         return _reduce_through(ops, op, value, checked)
     if isinstance(value.stored, jax_compat.Tracer):
         return _compute(op, value.num_replicas, value.is_equal, value.shapes, checked, value.stored)
-    if topology.host_sums is not None and checked is None and not value.is_equal:
-        added = _added_on_hosts(topology, topology.host_sums, op, value.stored)
-        if added is not None:
-            return added
     if checked is None and _is_quick_on_host(topology, op, value):
         result = _reduced_on_host(op, value)
         if result is not None:
@@ -204,11 +204,14 @@ def _reduce_per_replica(
 
 
 def _added_on_hosts(
-    topology: Topology, sums: SumsOfProcesses, op: ReduceOp, stored: jax.Array
+    topology: Topology, sums: SumsOfProcesses, op: ReduceOp, value: PerReplica
 ) -> jax.Array | None:
-    """Reduces an array [R, ...] of several processes over the replicas without a program. Returns None for a dtype that
-    only programs add.
+    """Reduces a value of several processes over the replicas without a program. Returns None for one that only programs
+    add.
     """
+    stored = value.stored
+    if value.is_equal or value.shapes is not None or isinstance(stored, jax_compat.Tracer):
+        return None
     form = _form_on_hosts(sums, op, stored.dtype, stored.shape[1:])
     if form is None:
         return None

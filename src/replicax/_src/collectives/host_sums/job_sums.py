@@ -8,9 +8,9 @@ does something else, is the same error as in a program of several processes.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Final, Literal, final
 
 import numpy as np
@@ -28,7 +28,7 @@ from replicax._src.vocabulary.errors import ReplicaxError
 log = logging.getLogger("replicax")
 MOST_PROCESSES: Final = 8
 """The most processes that add on their hosts. Each two have a connection."""
-_MEETING_S: Final = 20.0
+_MEETING_S: Final = 10.0
 _REASON_S: Final = 5.0
 """The time that a lost connection waits for its cause, the failure of another task."""
 _LATER_S: Final = 10.0
@@ -47,7 +47,7 @@ class JobSums:
     def __init__(self, peers: Peers, world: World):
         self._peers, self._world = peers, world
         self._labels: dict[str, str] = {}
-        self._num_programs = self._num_exchanges = 0
+        self._position, self._num_exchanges = -1, 0
         peers.watchdog.on_unblock = lambda: world.cancel("the tasks cannot continue together")
 
     @property
@@ -62,15 +62,12 @@ class JobSums:
         """True if arrays of a dtype can be added."""
         return can_add(dtype)
 
-    @contextlib.contextmanager
-    def program(self, name: str, text: str) -> Iterator[None]:
+    def program(self, name: str, text: str) -> AbstractContextManager[None]:
         """Wraps the exchanges of one program; see ``SumsOfProcesses``."""
         label = self._labels.get(text)
         if label is None:
             label = self._labels[text] = self._peers.agree(name, f"{name} on the hosts\n{text}")
-        with self._peers.running(label, is_new=False):
-            self._num_programs, self._num_exchanges = self._num_programs + 1, 0
-            yield
+        return self._peers.running(label, is_new=False)
 
     def all_reduce(self, op: Literal["sum", "max", "min"], arrays: Sequence[np.ndarray]) -> np.ndarray:
         """Combines one array of each replica; see ``World.all_reduce``.
@@ -78,10 +75,11 @@ class JobSums:
         Raises:
           ClusterFailureError: Another process is gone, or exchanges something else.
         """
-        number = self._num_exchanges
-        self._num_exchanges += 1
+        position = self._peers.position
+        number = self._num_exchanges + 1 if position == self._position else 0
+        self._position, self._num_exchanges = position, number
         try:
-            return self._world.all_reduce(op, arrays, step=self._num_programs, round=number)
+            return self._world.all_reduce(op, arrays, step=position, round=number)
         except EpochEnded as ended:
             raise self._failure(ended) from None
 
@@ -104,7 +102,7 @@ def joined_sums(peers: Peers, host: str, replicas_each: int, timeout_s: float) -
 
     Args:
       peers: The processes.
-      host: The name or address by which the others reach this host.
+      host: The name or address by which the others reach this host; empty if it is not known.
       replicas_each: The number of replicas of each process.
       timeout_s: The controller's limit for waits.
 
@@ -119,9 +117,9 @@ def joined_sums(peers: Peers, host: str, replicas_each: int, timeout_s: float) -
 def _connected(peers: Peers, host: str, replicas_each: int, timeout_s: float) -> JobSums | None:
     if len(peers) > MOST_PROCESSES:
         return None
-    rendezvous, why = None, ""
+    rendezvous, why = None, "" if host else "its own address is not known"
     try:
-        rendezvous = Rendezvous(host, security_of())
+        rendezvous = Rendezvous(host, security_of()) if host else None
     except (OSError, ReplicaxError) as error:
         why = f"it cannot listen at {host}: {error}"
     address = "" if rendezvous is None else rendezvous.address
