@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from typing import Any
 
@@ -26,7 +27,7 @@ def measure(num_replicas: int) -> dict[str, list[float]]:
     strategy = rx.MirroredStrategy()
     with strategy.scope():
         weights = [
-            rx.Variable(np.ones(shape, np.float32)) for shape in zip(_SIZES[:-1], _SIZES[1:], strict=True)
+            rx.Variable(np.ones(shape, np.float32)) for shape in itertools.pairwise(_SIZES)
         ]
     rows = np.ones((_ROWS_PER_REPLICA * num_replicas, _SIZES[0]), np.float32)
     (batch,) = strategy.experimental_distribute_dataset([rows])
