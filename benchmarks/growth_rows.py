@@ -56,7 +56,7 @@ GROUPS: Final = (
         "variables",
         "growth_variables",
         (10, 100, 1_000, 10_000),
-        (10, 100, 1_000),
+        (10, 100, 300),
         (
             Row("trace, processor time", "ms", 1.0),
             Row("first step, processor time", "ms", 1.0),

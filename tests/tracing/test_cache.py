@@ -4,14 +4,13 @@ import functools
 
 from replicax._src.tracing.cache import _MAX_DELETED, _MAX_VERSIONS, ProgramCache
 
-total = [0]
+NAMES = {"total": [0]}
 
 
 def cell(factor):
     """The function of a cell of a notebook, which names a global that lives on."""
-    namespace = {"total": total}
-    exec(compile(f"def step():\n    return total, {factor}\n", f"<cell {factor}>", "exec"), namespace)
-    return namespace["step"]
+    exec(compile(f"def step():\n    return total, {factor}\n", f"<cell {factor}>", "exec"), NAMES)
+    return NAMES.pop("step")
 
 
 def run(cache, function):
