@@ -244,7 +244,7 @@ bench: $(STAMP)
 
 bench-growth: $(STAMP)
 	@echo "bench-growth: benchmarks/growth.py"
-	@$(BIN)/python benchmarks/growth.py $(if $(ONLY),--only $(ONLY)) $(if $(QUICK),--quick)
+	@$(BIN)/python benchmarks/growth.py $(if $(ONLY),--only "$(ONLY)") $(if $(QUICK),--quick)
 
 bench-failures: $(STAMP) $(TORCHFT_STAMP)
 	@echo "bench-failures: benchmarks/failures.py, kill -9 of a worker every 20 s"

@@ -26,9 +26,7 @@ def measure(num_replicas: int) -> dict[str, list[float]]:
 
     strategy = rx.MirroredStrategy()
     with strategy.scope():
-        weights = [
-            rx.Variable(np.ones(shape, np.float32)) for shape in itertools.pairwise(_SIZES)
-        ]
+        weights = [rx.Variable(np.ones(shape, np.float32)) for shape in itertools.pairwise(_SIZES)]
     rows = np.ones((_ROWS_PER_REPLICA * num_replicas, _SIZES[0]), np.float32)
     (batch,) = strategy.experimental_distribute_dataset([rows])
 

@@ -9,6 +9,7 @@ import collections
 import contextlib
 import functools
 import logging
+import types
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -23,6 +24,9 @@ from replicax._src.tracing import key
 log = logging.getLogger("replicax")
 _TRACES_BEFORE_WARNING = 5
 _MAX_VERSIONS = 16  # versions of one function that differ in closures or globals
+_MAX_DELETED = (
+    64  # versions of functions that are deleted, such as those of a notebook's cell that was edited since
+)
 T = TypeVar("T")
 
 
@@ -137,6 +141,7 @@ class FunctionPrograms(Generic[T]):
 
     def __init__(self) -> None:
         self.anchors: Any = None
+        self.function: Any = None  # held weakly
         self.shallow: dict[Any, T] = {}  # by a signature that is quick to make; only the runner uses it
         self._programs: dict[Any, tuple[T, Any]] = {}
         self._traced_floats: set[int] = set()
@@ -189,6 +194,7 @@ class ProgramCache(Generic[T]):
         self._versions: dict[Any, collections.deque[Any]] = {}
         self._num_traces: dict[Any, int] = {}
         self._newest: dict[Any, _Version] = {}
+        self._deleted: dict[Any, Any] = {}  # the families of deleted functions by their keys, oldest first
 
     def __len__(self) -> int:
         return sum(len(programs) for programs in self._functions.values())
@@ -201,12 +207,27 @@ class ProgramCache(Generic[T]):
         programs = self._functions.get(fn_key)
         if programs is None:
             objects: list[Any] = []
+            family = family_of(fn)
             key.function_key(fn, objects)
             programs = FunctionPrograms[T]()
             self._functions[fn_key] = programs
             self._forget_old_versions(fn, fn_key)
             programs.anchors = key.Anchors(objects, lambda: self._functions.pop(fn_key, None))
+            programs.function = _weakly(fn, lambda: self._note_deleted(fn_key, family))
         return programs
+
+    def _note_deleted(self, fn_key: Any, family: Any) -> None:
+        # Functions that are made for each call, and are equal, share programs. So these outlive their function.
+        self._deleted.pop(fn_key, None)
+        self._deleted[fn_key] = family
+        if len(self._deleted) > _MAX_DELETED:
+            oldest = next(iter(self._deleted))
+            family = self._deleted.pop(oldest)
+            self._functions.pop(oldest, None)
+            versions = self._versions.get(family)
+            if versions is not None and not any(version in self._functions for version in versions):
+                for each in (self._versions, self._num_traces, self._newest):
+                    each.pop(family, None)
 
     def _forget_old_versions(self, fn: Callable[..., Any], fn_key: Any) -> None:
         # A program holds its variables. If the key names a variable, nothing else would release the two.
@@ -343,3 +364,14 @@ def jax_state() -> Any:
 def family_of(fn: Callable[..., Any]) -> Any:
     """Returns what functions that are made repeatedly at one place share: their code, or what they declare."""
     return getattr(fn, "replicax_family", None) or getattr(fn, "__code__", type(fn))
+
+
+def _weakly(fn: Any, on_deleted: Callable[[], None]) -> Any:
+    """Returns a weak reference to the function itself of a method or partial; None if it allows none."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    fn = fn.__func__ if isinstance(fn, types.MethodType) else fn
+    try:
+        return weakref.ref(fn, lambda _: on_deleted())
+    except TypeError:
+        return None
