@@ -62,6 +62,10 @@ class FragmentStore:
         return np.array(value)
 
     @property
+    def state(self):
+        return state_of(self.read("rounds"))
+
+    @property
     def bits(self):
         """The bytes of all shards."""
         return {name: self.read(name).tobytes() for name in self.programs.shards}
