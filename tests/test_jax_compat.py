@@ -190,13 +190,13 @@ def test_each_name_that_is_used_is_checked():
 
 def test_names_that_are_missing_are_named_with_the_versions(monkeypatch):
     jax_compat_names.check_names()
-    monkeypatch.delattr(jax._src.core, "trace_ctx")
+    monkeypatch.delattr(jax._src.core, "top_axis_env")
     monkeypatch.delattr(jax.sharding, "use_abstract_mesh")
     message(
         rx.errors.JaxVersionError,
         jax_compat_names.check_names,
         f"replicax {rx.__version__} does not work with jax {jax.__version__} and jaxlib {jaxlib.__version__}: it uses ",
-        "jax.sharding.use_abstract_mesh, jax._src.core.trace_ctx, which this JAX does not have",
+        "jax.sharding.use_abstract_mesh, jax._src.core.top_axis_env, which this JAX does not have",
         "a newer replicax",
     )
 

@@ -552,7 +552,7 @@ class StatePrograms:
         Raises:
           ReplicaxError: The program must not continue without the state being kept.
         """
-        keeper = cls.keeper()
+        keeper = None if cls._keeper is None else cls.keeper()
         if keeper is not None:
             keeper.note_training_step()
 
@@ -562,10 +562,11 @@ class StatePrograms:
 
     def form(self) -> tuple[Any, bool]:
         """Returns the form to run now, and True if it owns the state."""
-        donates = self._donates and self.keeper() is None
-        if donates not in self._forms:
-            self._forms[donates] = self._compile(donates)
-        return self._forms[donates], donates
+        donates = self._donates and (StatePrograms._keeper is None or self.keeper() is None)
+        compiled = self._forms.get(donates)
+        if compiled is None:
+            compiled = self._forms[donates] = self._compile(donates)
+        return compiled, donates
 
 
 class Launcher:

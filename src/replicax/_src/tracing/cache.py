@@ -358,7 +358,7 @@ def jax_state() -> Any:
     watches the rest.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    return jax.config.read("jax_enable_x64"), None if mesh.empty else mesh
+    return jax.config.jax_enable_x64, None if mesh.empty else mesh  # type: ignore[attr-defined]
 
 
 def family_of(fn: Callable[..., Any]) -> Any:

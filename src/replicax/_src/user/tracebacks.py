@@ -76,6 +76,12 @@ def boundary(fn: _Callable) -> _Callable:
     return call  # type: ignore[return-value]
 
 
+def called_often(fn: _Callable) -> _Callable:
+    """Marks a public method that each step calls and no user: ``bound_methods`` leaves it as it is."""
+    fn._replicax_boundary = True  # type: ignore[attr-defined]
+    return fn
+
+
 def bound_methods(cls: type) -> None:
     """Wraps each public method, operator and property that a class of replicax defines or inherits from one."""
     for base in cls.__mro__:

@@ -23,6 +23,7 @@ from replicax._src.devices.topology import Topology
 from replicax._src.drawing import html
 from replicax._src.jax_internals import jax_compat
 from replicax._src.user.listening import listener
+from replicax._src.user.tracebacks import called_often
 from replicax._src.user.user_code import user_line
 from replicax._src.values.framework import is_variable
 from replicax._src.vocabulary.errors import DonatedError, PerReplicaUseError, UnknownAxisError
@@ -185,6 +186,7 @@ class PerReplica(DistributedValues):
         "shapes",
     )
 
+    @called_often
     def __init__(
         self,
         array: Any,
@@ -212,6 +214,7 @@ class PerReplica(DistributedValues):
         return self.stored
 
     @property
+    @called_often
     def stored(self) -> Any:
         """The array, for internal callers that do not keep it."""
         if self._array is None:
@@ -440,6 +443,7 @@ class Mirrored(DistributedValues):
         return self.stored
 
     @property
+    @called_often
     def stored(self) -> Any:
         """The array, for internal callers that do not keep it."""
         if self._array is None:
