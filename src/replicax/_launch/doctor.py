@@ -199,6 +199,7 @@ def _tested(timeout_s: float, report: _Report) -> list[tuple[str, str]]:
 
 def _described(choice: ResolverChoice) -> list[tuple[str, str]]:
     membership = choice.membership
+    has_sums = "ps" not in membership.spec.jobs and membership.task.type in ("chief", "worker")
     task = "one worker on its own" if not membership.spec else f"{membership.task}{_part_played(membership)}"
     return [
         ("resolver", f"{choice.name} ({type(choice.resolver).__name__})"),
@@ -206,7 +207,7 @@ def _described(choice: ResolverChoice) -> list[tuple[str, str]]:
         *(("not", f"{candidate.name}: {candidate.why}") for candidate in choice.passed_over),
         ("this task", task),
         ("workers", str(sum(task.type in ("chief", "worker") for task in _tasks(membership)))),
-        *([("sums on CPUs", _sums_described())] if membership.num_workers > 1 else []),
+        *([("sums", _sums_described())] if has_sums and membership.num_workers > 1 else []),
     ]
 
 
@@ -214,8 +215,8 @@ def _sums_described() -> str:
     """Says how the arrays of workers with CPU devices travel."""
     why = why_not_shared()
     if why is None:
-        return "in memory that the workers of a host share, over connections between hosts"
-    return f"over connections: this system shares no memory between processes ({why})"
+        return "on CPUs in memory that the workers of a host share, over connections between hosts"
+    return f"on CPUs over connections: this system shares no memory between processes ({why})"
 
 
 def _part_played(membership: Membership) -> str:

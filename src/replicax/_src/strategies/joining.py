@@ -55,8 +55,8 @@ def sums_on_hosts(topology: Topology, membership: Membership, timeout_s: float) 
 
 
 def _own_host(membership: Membership) -> str:
-    """Returns the name or address by which other tasks reach this host. Without one of its own, as under torchrun, it is
-    the address from which this host reaches the leader; empty if there is none.
+    """Returns the name or address by which other tasks reach this host. If the launcher gave it none, that is the
+    address from which this host reaches the leader; empty if there is none.
     """
     address = membership.addresses[membership.id_in_cluster]
     if address != UNKNOWN_ADDRESS:
