@@ -79,6 +79,7 @@ GROUPS: Final = (
             Row("shuffled arrays: a position in the middle, memory", "KiB", 0.0, floor=600.0),
         ),
         num_rounds=1,
+        is_cumulative=True,
     ),
     Group(
         "virtual devices",
@@ -120,6 +121,7 @@ GROUPS: Final = (
             Row("end: a member leaves and the others are told, processor time for each", "µs", 1.0),
         ),
         num_rounds=1,
+        is_cumulative=True,
     ),
     Group(
         "epochs",
