@@ -72,7 +72,7 @@ def lines_of(group: Group, values: Values) -> Iterator[tuple[Row, Growth]]:
 def table_line(group: Group, row: Row, growth: Growth) -> str:
     """Returns a line of the table in Markdown."""
     sizes = list(growth.medians)
-    at = [f"{written(growth.medians[size])} {row.unit}" for size in (sizes[0], sizes[-1])]
+    at = [f"{at_least(growth.medians[size], row.floor)} {row.unit}" for size in (sizes[0], sizes[-1])]
     fitted = f"{growth.exponent:.2f} ({growth.lowest:.2f}–{growth.highest:.2f})"
     return (
         f"| {group.name} {sizes[0]:,} → {sizes[-1]:,} | {row.name} | {at[0]} → {at[1]} | {row.exponent:g} "
@@ -83,8 +83,13 @@ def table_line(group: Group, row: Row, growth: Growth) -> str:
 def detail_line(row: Row, growth: Growth) -> str:
     """Returns the medians at all sizes."""
     return f"    {row.name}, {row.unit}: " + ", ".join(
-        f"{size:,}: {written(value)}" for size, value in growth.medians.items()
+        f"{size:,}: {at_least(value, row.floor)}" for size, value in growth.medians.items()
     )
+
+
+def at_least(value: float, floor: float) -> str:
+    """Returns a number; at the floor, that it is no larger."""
+    return f"{'≤ ' if value <= floor else ''}{written(value)}"
 
 
 def written(value: float) -> str:

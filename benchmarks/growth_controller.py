@@ -18,8 +18,20 @@ _LEAST_EVENTS = 2_000
 Event = Callable[[], object]
 
 
-def measure(num_members: int) -> dict[str, list[float]]:
-    """Returns the values of each row of the table."""
+_SIZES = (16, 64, 250, 1_000)
+
+
+def measure(most_members: int) -> dict[str, dict[int, list[float]]]:
+    """Returns the values of each row of the table, by the number of members."""
+    values: dict[str, dict[int, list[float]]] = {}
+    for num_members in _SIZES:
+        if num_members <= most_members:
+            for name, some in _measured(num_members).items():
+                values.setdefault(name, {})[num_members] = some
+    return values
+
+
+def _measured(num_members: int) -> dict[str, list[float]]:
     num_rounds = max(1, -(-_LEAST_EVENTS // (num_members * _NUM_SECONDS)))
     values: dict[str, list[float]] = {}
     for _ in range(num_rounds):

@@ -10,7 +10,7 @@ import numpy as np
 _NUM_DRAWN: Final = 2**16
 """Up to so many rows an order is drawn as a whole (512 KiB), so that every order is possible."""
 
-_BLOCK: Final = 2**13
+_BLOCK: Final = 2**12
 _NUM_ROUNDS: Final = 8
 # The two multipliers of splitmix64 (Steele et al., "Fast Splittable Pseudorandom Number Generators", 2014).
 _FIRST_FACTOR: Final = np.uint64(0xBF58476D1CE4E5B9)
