@@ -82,7 +82,7 @@ def test_push_that_is_not_finite_is_refused_and_counts_as_pushed(either):
         assert not state.contributors
 
 
-@pytest.mark.parametrize("is_nesterov", [False, True])
+@pytest.mark.parametrize("is_nesterov", [pytest.param(False, marks=pytest.mark.rest), True])
 def test_close_is_a_step_of_sgd_with_the_mean_by_rows_and_a_flush_adds_the_mean(is_nesterov):
     store = FragmentStore(SIZE, 2, is_nesterov=is_nesterov).begin(np.zeros(SIZE), rate=0.7, decay=0.9)
     theta = momentum = np.zeros(SIZE)
@@ -106,11 +106,11 @@ def test_close_is_a_step_of_sgd_with_the_mean_by_rows_and_a_flush_adds_the_mean(
         np.testing.assert_array_equal(store.read("history")[version + 1], [version + 1, is_flush, 14, 2])
 
 
-def test_rounds_are_those_of_the_simulated_server(either):
+def test_rounds_are_those_of_the_simulated_server(float32):
     """The integer model of `tests/ps_simulation` and the programs agree on every number, request after request."""
     for seed in range(3):
         of_seed = random.Random(seed)
-        store, model = fresh(either), RoundModel.new(0, 4, 5)
+        store, model = fresh(float32), RoundModel.new(0, 4, 5)
         owners = [10, 11, 12, 13]
         for member, owner in enumerate(owners):
             model.claim(member, 0, owner)

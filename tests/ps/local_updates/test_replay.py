@@ -12,7 +12,6 @@ from fragment_store import FragmentStore
 
 from replicax._ps.local_updates import exchange_actions as actions
 from replicax._ps.local_updates.fragment_rules import ExchangeOptions
-from replicax._ps.local_updates.int8_blocks import decoded, encoded
 from replicax._ps.local_updates.member_rules import MemberRules
 from replicax._ps.local_updates.unmerged_progress import UnmergedProgress
 
@@ -39,9 +38,7 @@ class Values:
             self.step += 1
 
     def take(self, number):
-        push = self.progress.take(number, self.w)
-        self.progress.pushes[number] = decoded(*encoded(push))
-        return push
+        return self.progress.take(number, self.w)
 
     def adopt(self, outer, **how):
         self.w = self.progress.adopt(self.w, outer, **how)
@@ -168,7 +165,7 @@ def store():
     return FragmentStore(SIZE, NUM_GROUPS, is_compressed=True)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.rest) for seed in (1, 2))])
 def test_run_with_kills_and_lateness_repeats_bit_for_bit_from_its_log(store, seed):
     theta = np.random.default_rng(seed).normal(size=SIZE)
     everyone, tokens = run(seed, store.begin(theta, rate=0.7, decay=0.5))

@@ -60,7 +60,7 @@ class FragmentPrograms:
         is_compressed: bool = False,
         platforms: Sequence[str] = ("cpu",),
     ):
-        self._size, self._num_members, self._platforms = size, num_members, platforms
+        self.is_compressed, self._platforms = is_compressed, platforms
         specs: dict[str, tuple[tuple[int, ...], type[np.generic]]] = {
             "theta": ((size,), np.float32),
             "momentum": ((size,), np.float32),

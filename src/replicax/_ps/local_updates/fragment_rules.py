@@ -50,7 +50,7 @@ class ExchangeOptions:
     """How groups exchange.
 
     Attributes:
-      quorum: The number of members that a round waits for, of those that are live.
+      quorum: The number of members that a round waits for, of those that are live or have pushed.
       grace_s: The seconds that a round with a quorum waits for the other live members; None takes it from the slack:
         the time between two boundaries that an exchange does not need.
       patience_s: The seconds after which a member that has pushed nothing no longer counts as live.
@@ -104,7 +104,7 @@ class FragmentRules:
         self._returned: list[int] = []  # pushes that count as not pushed again
         self._drops = True
         # Times.
-        self._boundary_at: float | None = None
+        self._boundary_at = 0.0
         self._sent_at: float | None = None
         self._period_s = self._exchange_s = 0.0
         self._grace: tuple[tuple[str, int], float] | None = None  # the round, and since when it has a quorum
@@ -113,9 +113,7 @@ class FragmentRules:
 
     def boundary(self, tokens: int, now: float) -> list[Action]:
         """The group has reached the end of its local steps, with so many rows since the last one."""
-        if self._boundary_at is not None:
-            self._period_s = now - self._boundary_at
-        self._boundary_at = now
+        self._period_s, self._boundary_at = now - self._boundary_at, now
         self._tokens += tokens
         actions: list[Action] = []
         if self._fetched is not None:
@@ -148,7 +146,7 @@ class FragmentRules:
         if is_fetch:
             self._fetched = instance, state.version
             if not self.has_begun:
-                self.has_begun = True
+                self.has_begun, self._boundary_at = True, now
                 actions.append(self._adopt())
         return [*actions, *self._advance(now)]
 
@@ -285,8 +283,8 @@ class FragmentRules:
         contributors, live = state.contributors, self._live(now)
         if not live and contributors and self._is_finishing:
             return SendClose(self.fragment, state.version, 1, is_flush=True)
-        quorum = min(self._options.quorum, max(1, len(live)))
-        if len(contributors) < quorum:
+        quorum = min(self._options.quorum, len(live | contributors))
+        if not contributors or len(contributors) < quorum:
             return None
         if not live <= contributors:
             open_round = self._instance, state.version

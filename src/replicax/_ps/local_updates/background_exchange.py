@@ -1,0 +1,351 @@
+"""``BackgroundExchange``: carries out a group's rules in threads beside its training. No transport.
+
+The thread that trains only subtracts and adds: ``boundary`` never waits for a server.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+import numpy as np
+
+from replicax._ps.local_updates import exchange_actions as actions
+from replicax._ps.local_updates.fragment_programs import FragmentPrograms, state_of
+from replicax._ps.local_updates.fragment_rules import ExchangeOptions
+from replicax._ps.local_updates.int8_blocks import encoded
+from replicax._ps.local_updates.member_rules import MemberRules
+from replicax._ps.local_updates.round_state import RoundState
+from replicax._ps.local_updates.unmerged_progress import UnmergedProgress
+from replicax._ps.programs.programs import UpdateProgram
+from replicax._ps.transport.messages import Message
+from replicax._src.program_kit.errors import (
+    InvalidArgumentError,
+    ReplicaxError,
+    UnavailableError,
+    UnknownProgramError,
+    WaitTimeoutError,
+)
+
+log = logging.getLogger("replicax")
+
+AskServer = Callable[[Message], Message]
+"""Sends a request to a server, and returns its answer. It raises an error if none comes in time."""
+_MAX_NUMBER: Final = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class ExchangedFragment:
+    """A fragment, and how it is exchanged.
+
+    Attributes:
+      ask: Asks its server.
+      programs: Its programs.
+      rate, decay: The learning rate and the momentum of the outer optimizer.
+    """
+
+    ask: AskServer
+    programs: FragmentPrograms
+    rate: float = 1.0
+    decay: float = 0.0
+
+
+@final
+class BackgroundExchange:
+    """The exchange of one process. ``close`` ends its threads.
+
+    Args:
+      member: The number of the group.
+      num_members: The number of groups.
+      fragments: The fragments, in the same order in all groups.
+      options: How groups exchange.
+      tick_s: The seconds between two looks at the servers.
+    """
+
+    def __init__(
+        self,
+        member: int,
+        num_members: int,
+        fragments: Sequence[ExchangedFragment],
+        options: ExchangeOptions,
+        *,
+        tick_s: float = 0.1,
+    ):
+        self._member, self._fragments, self._tick_s = member, fragments, tick_s
+        self._owner = 1 + secrets.randbelow(_MAX_NUMBER)
+        self._rules = MemberRules(member, num_members, len(fragments), self._owner, options, time.monotonic())
+        self._changed = threading.Condition()
+        self._values: list[Any] = []
+        self._progress: list[UnmergedProgress[Any]] = []
+        self._outer: dict[int, np.ndarray] = {}
+        self._error: BaseException | None = None
+        self._is_done = self._is_closed = False
+        self._counts = {"pushes": 0, "adoptions": 0, "lost_pushes": 0, "silent_servers": 0}
+        self._pool = ThreadPoolExecutor(len(fragments), "replicax local updates")
+        self._ticker = threading.Thread(target=self._tick, name="replicax local updates ticker", daemon=True)
+
+    def begin(self, values: Sequence[Any], timeout_s: float) -> list[Any]:
+        """Waits for the outer parameters, and returns them. The first group creates them from its values.
+
+        Args:
+          values: A float32 [n] for each fragment.
+
+        Raises:
+          UnavailableError: No server has answered in time.
+          InvalidArgumentError: The fragments of another group differ.
+        """
+        with self._changed:
+            self._values = list(values)
+            self._progress = [UnmergedProgress(each) for each in values]
+            self._ticker.start()
+            if not self._wait(lambda: self._rules.has_begun, timeout_s):
+                raise UnavailableError(
+                    f"No outer parameters after {timeout_s:g} s: a server of this job does not answer. Start the servers, "
+                    "or correct their addresses."
+                )
+            return list(self._values)
+
+    def boundary(self, fragment: int, values: Any, tokens: int) -> Any:
+        """Exchanges a fragment after the steps between two boundaries. Returns its values to go on with; never waits.
+
+        Args:
+          fragment: Its number.
+          values: Its values now, float32 [n].
+          tokens: The rows since its last boundary.
+        """
+        with self._changed:
+            self._check()
+            self._values[fragment] = values
+            self._do(self._rules.boundary(fragment, tokens, time.monotonic()))
+            return self._values[fragment]
+
+    def stop(self) -> None:
+        """Asks all groups to end at their next boundary."""
+        with self._changed:
+            self._rules.stop()
+
+    @property
+    def stops(self) -> bool:
+        """True if all groups shall end at their next boundary."""
+        return self._rules.stops
+
+    def finish(self, timeout_s: float) -> list[Any]:
+        """Pushes what is left, waits until all live groups have ended, and returns the outer parameters.
+
+        All rows must have been in a boundary.
+
+        Raises:
+          WaitTimeoutError: It took longer.
+        """
+        with self._changed:
+            self._check()
+            self._do(self._rules.finish(time.monotonic()))
+            if not self._wait(lambda: self._is_done, timeout_s):
+                raise WaitTimeoutError(
+                    f"The last exchange took longer than {timeout_s:g} s. Wait longer, or see in the log which server is "
+                    "silent."
+                )
+            return list(self._values)
+
+    def close(self) -> None:
+        """Ends the threads, each after its request."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._pool.shutdown(cancel_futures=True)
+        if self._ticker.ident is not None:
+            self._ticker.join()
+
+    def statistics(self) -> Mapping[str, int]:
+        """Returns how often this process has pushed and adopted, what it lost, and how often a server fell silent."""
+        with self._changed:
+            return dict(self._counts)
+
+    # --- under the lock -----------------------------------------------------------------------------
+
+    def _wait(self, is_so: Callable[[], bool], timeout_s: float) -> bool:
+        came = self._changed.wait_for(lambda: is_so() or self._error is not None, timeout_s)
+        self._check()
+        return came
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _do(self, some: Sequence[actions.Action]) -> None:
+        for action in some:
+            match action:
+                case actions.TakeProgress(fragment, number):
+                    self._progress[fragment].take(number, self._values[fragment])
+                    self._counts["pushes"] += 1
+                case actions.AdoptOuter(fragment, _, _, keeps, returns, drops):
+                    self._values[fragment] = self._progress[fragment].adopt(
+                        self._values[fragment],
+                        self._outer[fragment],
+                        keeps=keeps,
+                        returns=returns,
+                        drops=drops,
+                    )
+                    self._counts["adoptions"] += 1
+                case actions.LostPushes(fragment, first, last, is_refused):
+                    self._counts["lost_pushes"] += last - first + 1
+                    log.warning(_LOST[is_refused], self._member, first, last, fragment)
+                case actions.ServerSilent(fragment):
+                    self._counts["silent_servers"] += 1
+                    log.warning(
+                        "The server of fragment %d does not answer. Training goes on without it.", fragment
+                    )
+                case actions.SlotReplaced():
+                    self._fail(InvalidArgumentError(_REPLACED.format(self._member)))
+                case actions.ExchangeDone():
+                    self._is_done = True
+                case actions.NoteLanding():
+                    pass
+                case _ if not self._is_closed:
+                    self._pool.submit(self._carry_out, action, self._payload(action))
+        self._changed.notify_all()
+
+    def _payload(self, action: actions.Action) -> Any:
+        """What a request sends of the values, as they are now."""
+        match action:
+            case actions.SendPush(fragment, number):
+                return self._progress[fragment].pushes[number]
+            case actions.ClaimSlot(fragment):
+                progress = self._progress[fragment]
+                return sum(progress.pushes.values(), progress.base)
+        return None
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = self._error or error
+        self._changed.notify_all()
+
+    # --- in threads of the exchange -----------------------------------------------------------------
+
+    def _tick(self) -> None:
+        with self._changed:
+            while not self._is_closed and not self._is_done:
+                self._do(self._rules.tick(time.monotonic()))
+                self._changed.wait_for(lambda: self._is_closed, self._tick_s)
+
+    def _carry_out(self, action: Any, payload: Any) -> None:
+        """Carries out one request, and hands its outcome to the rules."""
+        try:
+            answer, is_absent = self._answer(action, payload), False
+        except InvalidArgumentError as error:
+            if isinstance(action, actions.ClaimSlot):  # other groups have another fragment
+                with self._changed:
+                    self._fail(error)
+                return
+            answer, is_absent = None, True
+        except ReplicaxError as error:
+            log.debug("The exchange of fragment %d failed: %s", action.fragment, error)
+            answer, is_absent = None, False
+        except BaseException as error:  # a fault of the exchange: raised at the next call
+            with self._changed:
+                self._fail(error)
+            return
+        with self._changed:
+            if answer is None:
+                self._do(self._rules.failed(action.fragment, is_absent=is_absent))
+                return
+            instance, state, outer = answer
+            if outer is not None:
+                self._outer[action.fragment] = outer
+            self._do(self._rules.answered(action.fragment, instance, state, time.monotonic()))
+
+    def _answer(self, action: actions.Action, payload: Any) -> tuple[str, RoundState, np.ndarray | None]:
+        match action:
+            case actions.ClaimSlot(fragment, expected):
+                self._create(self._fragments[fragment], payload)
+                programs = self._fragments[fragment].programs
+                operands = programs.claim_operands(self._member, expected, self._owner)
+                return self._step(fragment, programs.claim, operands)
+            case actions.SendPush(fragment, number, after, tokens, is_last, stops):
+                programs = self._fragments[fragment].programs
+                values = np.asarray(payload, np.float32)
+                operands = programs.push_operands(
+                    self._member, self._owner, number, after, tokens,
+                    encoded(values) if programs.is_compressed else [values],
+                    is_last=is_last, stops=stops,
+                )  # fmt: skip
+                return self._step(fragment, programs.push, operands)
+            case actions.SendClose(fragment, version, quorum, is_flush):
+                each = self._fragments[fragment]
+                operands = each.programs.close_operands(
+                    version, quorum, each.rate, each.decay, is_flush=is_flush
+                )
+                return self._step(fragment, each.programs.close, operands)
+            case actions.FetchOuter(fragment):
+                return self._step(fragment, None, [], fetches=True)
+            case actions.ReadRound(fragment):
+                return self._step(fragment, None, [])
+        raise AssertionError(action)
+
+    def _step(
+        self,
+        fragment: int,
+        program: UpdateProgram | None,
+        operands: Sequence[np.ndarray],
+        *,
+        fetches: bool = False,
+    ) -> tuple[str, RoundState, np.ndarray | None]:
+        each = self._fragments[fragment]
+        shards = each.programs.shards
+        pull = [[shards[name][0], None] for name in (("rounds", "theta") if fetches else ("rounds",))]
+        header = {"op": "step", "closure": None, "program": program and program.digest, "pull": pull}
+        try:
+            answer = each.ask(Message(header, list(operands)))
+        except UnknownProgramError:
+            assert program is not None
+            _send_program(each.ask, program)
+            answer = each.ask(Message(header, list(operands)))
+        outer = np.array(answer.arrays[1]) if fetches else None
+        return answer.header["versions"][0][0], state_of(np.asarray(answer.arrays[0])), outer
+
+    def _create(self, each: ExchangedFragment, theta: Any) -> None:
+        """Creates the fragment if it is absent."""
+        wanted = [[key, list(shape), dtype.name] for key, shape, dtype in each.programs.shards.values()]
+        found = each.ask(Message({"op": "find", "keys": [key for key, _, _ in wanted]})).header["found"]
+        if found:
+            differing = next((pair for pair in zip(found, wanted) if pair[0] != pair[1]), None)
+            if differing is None:
+                return
+            raise InvalidArgumentError(
+                f"Group {self._member} has the shard {differing[1]}, and another group has created it as {differing[0]}. "
+                "Give all groups the same parameters, number of groups and number of fragments."
+            )
+        values = {
+            "theta": np.asarray(theta, np.float32),
+            "rounds": each.programs.first_rounds(1 + secrets.randbelow(_MAX_NUMBER)),
+        }
+        described: list[dict[str, Any]] = []
+        for name, (key, shape, dtype) in each.programs.shards.items():
+            initial = "array"
+            if name not in values:
+                zeros = each.programs.zeros(name)
+                _send_program(each.ask, zeros)
+                initial = zeros.digest
+            described.append({"key": key, "shape": list(shape), "dtype": dtype.name, "initial": initial})
+        arrays = [values[name] for name in each.programs.shards if name in values]
+        each.ask(Message({"op": "create", "shards": described, "if_absent": True}, arrays))
+
+
+def _send_program(ask: AskServer, program: UpdateProgram) -> None:
+    blob = np.frombuffer(program.blob, np.uint8)
+    ask(Message({"op": "program", "digest": program.digest, "described": program.described()}, [blob]))
+
+
+_LOST: Final = (
+    "Group %d: pushes %d to %d of fragment %d are lost: the server went back to a snapshot that lacks them.",
+    "Group %d: pushes %d to %d of fragment %d were not finite, and the server refused them. The group adopts the outer "
+    "parameters.",
+)
+_REPLACED: Final = (
+    "Another process exchanges as group {0}. Give each group a number of its own, and end the other process."
+)
