@@ -68,10 +68,6 @@ class Continued(Jobs):
                 faults.append(
                     self.drawn_fault(at, "restart", ps(number), [], of_seed.random(), {"on": "made 1"})
                 )
-        if of_seed.random() < 0.15:  # again, before a heartbeat
-            at = of_seed.uniform(0.02, 0.3)
-            for number in range(self.num_servers):
-                faults.append(Fault(at, "restart", (ps(number),), of_seed.random(), on="restored 1"))
         return faults
 
     def is_settled(self):
