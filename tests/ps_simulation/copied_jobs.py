@@ -255,6 +255,9 @@ class BothLost(TwoCopies):
         on = f"group {group} is written by {servers[0]} {of_seed.randint(2, 4)}"
         for server, least_s in zip(servers, (6.0, 2.0), strict=True):
             yield Fault(0.0, "restart", (server,), least_s * of_seed.uniform(1.0, 1.5), on=on)
+        if of_seed.random() < 0.5:  # again, before a heartbeat
+            for server in servers:
+                yield Fault(0.1, "restart", (server,), of_seed.uniform(1.0, 3.0), on="resumed 1")
 
     def chosen(self):
         """Draws faults by which an old copy in memory is the newest of a group, and its server restarts just then."""
