@@ -3,8 +3,10 @@ they are equal."""
 
 import jax
 import keras
+import numpy as np
 import pytest
 
+import replicax as rx
 from checks import assert_close
 from fit_models import SUBJECTS
 from replicax._src.keras.phases import TEST, TRAIN
@@ -64,3 +66,19 @@ def test_step_split_by_rows_equals_the_unsplit_step(name, phase):
     subject = SUBJECTS[name]
     for one, other in zip(got, expected, strict=True):
         assert_close(one, other, subject.weight_rtol, subject.weight_atol)
+
+
+@pytest.mark.parametrize(("rate", "is_split"), [(0.0, True), (0.5, False)])
+def test_devices_of_one_process_sum_all_arrays_of_a_step_together_unless_it_draws_bits(rate, is_split):
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        layers = [
+            keras.layers.Dense(4),
+            *([keras.layers.Dropout(rate)] if rate else []),
+            keras.layers.Dense(3),
+        ]
+        model = keras.Sequential([keras.Input((2,)), *layers])
+        model.compile("adam", "mse")
+    rows = np.zeros((8, 2), np.float32), np.zeros((8, 3), np.float32)
+    text = strategy.lower(model.fit, args=rows, kwargs={"batch_size": 8}).compile().as_text()
+    assert ("sum_together" in text) is is_split

@@ -41,6 +41,7 @@ from replicax._src.tracing.row_partitioner.row_plan import RowsPlan, split_by_ro
 
 log = logging.getLogger("replicax")
 _DRAWING = frozenset({"random_bits", "rng_bit_generator", "threefry2x32"})
+_MAX_EQUATIONS, _MAX_ROUNDS = 1000, 2  # of a step that devices of one process split by rows
 
 
 @final
@@ -239,19 +240,24 @@ class _Program:
         )
 
     @property
-    def _is_faster_in_a_process(self) -> bool:
-        """True if a step that is split by rows is faster on the devices of this process.
+    def _may_be_faster_in_a_process(self) -> bool:
+        """True if a step that is split by rows may be faster on the devices of this process.
 
-        There the partitioner divides random bits among the devices. A step that is split by rows draws all of them on
-        each device.
+        Planning many equations takes seconds, and such a step computes for much longer than its devices wait for each
+        other. The partitioner divides random bits among the devices; a step that is split by rows draws all of them on
+        each.
         """
-        draws = jax_compat.primitives_of(self._jaxpr) & _DRAWING
-        return self._topology.num_replicas > 1 and not draws
+        is_short = len(self._jaxpr.eqns) <= _MAX_EQUATIONS
+        return (
+            is_short
+            and self._topology.num_replicas > 1
+            and not jax_compat.primitives_of(self._jaxpr) & _DRAWING
+        )
 
     def _plan_by_rows(self, num_consts: int, num_state: int) -> RowsPlan | None:
         """Returns the program split by rows, if that is faster and possible; else None."""
         topology = self._topology
-        is_faster = topology.is_cpu and (topology.peers is not None or self._is_faster_in_a_process)
+        is_faster = topology.is_cpu and (topology.peers is not None or self._may_be_faster_in_a_process)
         if (
             not (is_faster or self._parts)
             or self._gives_rows
@@ -262,7 +268,8 @@ class _Program:
         has_rows = [False] * (num_consts + num_state) + [layout.is_split for layout in self._layouts]
         kept = {n for n, i in enumerate(self.written) if i in self._parts}
         plan = split_by_rows(self._jaxpr, has_rows, self._split, {num_consts + i for i in self._parts}, kept)
-        if isinstance(plan, str) and topology.peers is None and not self._parts:
+        is_optional = topology.peers is None and not self._parts
+        if is_optional and (isinstance(plan, str) or plan.num_rounds > _MAX_ROUNDS):
             return None
         if isinstance(plan, str):
             log.warning(
