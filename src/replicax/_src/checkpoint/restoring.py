@@ -12,9 +12,8 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +35,6 @@ from replicax._src.checkpoint.trees import HeldTree, StateLeaf, TreeNumber
 from replicax._src.values.framework import trackings
 
 log = logging.getLogger("replicax")
-
-_NUM_READERS: Final = 4
 
 Together = Callable[[Callable[[], Any]], Any]
 """Runs a function in each process, and returns its result; raises in all if it fails in one."""
@@ -188,24 +185,14 @@ class Restoration:
         return pairs, fetched, missing
 
     def _fetched(self, pairs: Sequence[_Pair]) -> dict[str, Any]:
-        """Returns what this process needs of the values, on the host. Threads read, because each waits for the disk."""
-        device = jax.config.jax_default_device  # type: ignore[attr-defined]  # of this thread
-
-        def fetch(pair: _Pair) -> Any:
-            with jax.default_device(device):
-                source = self.saved.array(pair.key)
-                return pair.leaf.fetch(source) if isinstance(pair.leaf, ArrayLeaf) else source.read().item()
-
-        saved = self.saved.contents.arrays
-        wanted = [pair for pair in pairs if isinstance(pair.leaf, ArrayLeaf) or pair.key in saved]
-        with ThreadPoolExecutor(_NUM_READERS, "replicax-restore") as threads:
-            try:
-                return {
-                    pair.key: value for pair, value in zip(wanted, threads.map(fetch, wanted), strict=True)
-                }
-            except BaseException:
-                threads.shutdown(cancel_futures=True)
-                raise
+        """Returns what this process needs of the values, on the host."""
+        fetched = {}
+        for pair in pairs:
+            if isinstance(pair.leaf, ArrayLeaf):
+                fetched[pair.key] = pair.leaf.fetch(self.saved.array(pair.key))
+            elif pair.key in self.saved.contents.arrays:
+                fetched[pair.key] = self.saved.array(pair.key).read().item()
+        return fetched
 
     def _awaited(self) -> list[_Pair]:
         """Returns matched values that neither this nor a later restoration has restored, and that were not refused
