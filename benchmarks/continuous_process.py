@@ -11,6 +11,7 @@ import abc
 import ctypes
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ import numpy as np
 
 NUM_ARRAYS, COLUMNS = 64, 512
 RATE, SHIFT = np.float32(0.999), np.float32(0.001)
+_END_WITH_PARENT = 1  # of prctl
 NAMES = [f"array_{number}" for number in range(NUM_ARRAYS)]
 
 
@@ -245,6 +247,7 @@ def save(training: Training, contestant: Contestant, setting: dict[str, Any]) ->
 
 
 def main() -> None:
+    ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)
     setting = json.loads(sys.argv[1])
     contestant = CONTESTANTS[setting["contestant"]]()
     if len(setting["addresses"]) > 1:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 
 import replicax as rx
@@ -311,3 +312,29 @@ def test_saved_array_is_not_restored_into_a_number(saved):
         "state/a: an array of float64",
     )
     assert "state/b: a state was saved" in text
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int4"])
+def test_large_arrays_are_read_into_memory_of_their_own(tmp_path, dtype):
+    """Each layout gets the values. A program that the arrays are donated to changes no other array."""
+    mesh = jax.make_mesh((2,), ("part",), devices=jax.devices()[:2])
+    layouts = [
+        jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*names))
+        for names in (("part",), (None, "part"), ())
+    ]
+    values = np.arange(2**20).reshape(1024, 1024) % 7
+    state = {
+        str(number): jax.device_put(jnp.asarray(values, dtype), one) for number, one in enumerate(layouts)
+    }
+    state["nowhere"] = jnp.asarray(values, dtype)
+    path = rx.Checkpoint(state=state).save(tmp_path / "ckpt")
+    twice = jax.jit(lambda arrays: {name: array + array for name, array in arrays.items()}, donate_argnums=0)
+    again = rx.Checkpoint(state=jax.tree.map(lambda array: array * 0, state))
+    again.restore(path).assert_consumed()
+    for name, array in again.state.items():
+        assert array.sharding.is_equivalent_to(state[name].sharding, 2)
+        assert array.committed == state[name].committed
+        assert np.array_equal(np.asarray(array).astype(int), values), name
+    new = twice(again.state)
+    for name, array in new.items():
+        assert np.array_equal(np.asarray(array), np.asarray(state[name] + state[name])), name

@@ -31,6 +31,7 @@ from replicax._src.variables.variable import Variable
 from replicax._src.vocabulary.options import VariableAggregation
 
 _BLOCK_BYTES = 16 << 20
+_MOST_UNAWAITED_BYTES = 1 << 20
 
 
 @final
@@ -150,14 +151,14 @@ class HostParts:
     def placed(self) -> jax.Array:
         """Returns the new array, which shares no memory with another one. It may be called once.
 
-        It waits, so that the next variable is not read while this one is on its way.
+        It waits for large ones, whose memory on the host can then be freed.
         """
         with jax_compat.outside_traces():
             parts = [self._part_on(device, index) for device, index in self._on.items()]
-            if self._sharding is None:
-                return jax.block_until_ready(parts[0])
-            whole = jax.make_array_from_single_device_arrays(self._shape, self._sharding, parts)
-            return jax.block_until_ready(whole)
+            whole = parts[0]
+            if self._sharding is not None:
+                whole = jax.make_array_from_single_device_arrays(self._shape, self._sharding, parts)
+            return jax.block_until_ready(whole) if whole.nbytes > _MOST_UNAWAITED_BYTES else whole
 
     def _part_on(self, device: Any, index: tuple[Any, ...]) -> jax.Array:
         if device in self._made:
