@@ -122,14 +122,17 @@ class Tensor:
         tensor._as = dtype
         return tensor
 
-    def read(self, index: tuple[Any, ...] = ()) -> np.ndarray:
-        """Returns the values of an index, in memory that nobody else holds."""
+    def read(self, index: tuple[Any, ...] = (), into: np.ndarray | None = None) -> np.ndarray:
+        """Returns the values of an index, in memory that nobody else holds: in that of ``into`` if it is given."""
         if not math.prod(self.shape):
             return np.zeros(self.shape, self._as)[index]
         mapped = np.memmap(self._file, self.dtype, "r", self._offset, self.shape)
-        return np.array(mapped[index], self._as, order="C")
+        if into is None:
+            return np.array(mapped[index], self._as, order="C")
+        np.copyto(into, mapped[index], casting="unsafe")
+        return into
 
-    def read_components(self, index: tuple[Any, ...] = ()) -> np.ndarray:
+    def read_components(self, index: tuple[Any, ...] = (), into: np.ndarray | None = None) -> np.ndarray:
         """There are none."""
         raise AssertionError(f"a tensor has no components, so not {index}")
 

@@ -138,12 +138,13 @@ def _connected(peers: Peers, host: str, replicas_each: int, timeout_s: float) ->
             why = str(error)
             rendezvous.end(0, why)
         whys = list(peers.gather("connections of sums", why, purpose))
-    if world is None or any(whys):
+    if rendezvous is None or world is None or any(whys):
         if rendezvous is not None:
             rendezvous.close()
         first = next(n for n, each in enumerate(whys) if each)
         log.info(
-            "Sums between workers go through the collectives of JAX, not through the hosts' memory and connections, which is slower. %s: %s",
+            "Sums between workers go through the collectives of JAX, not through the hosts' memory and connections, "
+            "which is slower. %s: %s",
             peers.names[first],
             whys[first],
         )

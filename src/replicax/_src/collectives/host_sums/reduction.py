@@ -106,7 +106,7 @@ class Reduction:
         of_members: list[Sequence[np.ndarray]] = [arrays] * len(self.num_replicas)
         for place, _ in links.items():
             content = np.frombuffer(links.receive(place, head, _NOTHING, deadline), dtype)
-            of_members[place] = content.reshape(self.num_replicas[place], length)
+            of_members[place] = list(content.reshape(self.num_replicas[place], length))
         result = aligned_empty(length * dtype.itemsize).view(dtype)
         combine(exchange.op, [of_members[place][index] for place, index in self.holders], result)
         result.flags.writeable = False
