@@ -237,12 +237,12 @@ class _FormOnHosts:
 
     name: str
     text: str
-    wide: Any
+    wide: np.dtype | None
 
 
 @functools.lru_cache(maxsize=512)
 def _form_on_hosts(
-    sums: SumsOfProcesses, op: ReduceOp, dtype: Any, shape: tuple[int, ...]
+    sums: SumsOfProcesses, op: ReduceOp, dtype: np.dtype, shape: tuple[int, ...]
 ) -> _FormOnHosts | None:
     is_mean, dtype = op is ReduceOp.MEAN, np.dtype(dtype)
     if not sums.can_add(dtype) or not (is_mean or op is ReduceOp.SUM):
