@@ -275,7 +275,7 @@ def _is_quick_on_host(topology: Topology, op: ReduceOp, value: PerReplica) -> bo
 
 
 def _reduced_on_host(op: ReduceOp, value: PerReplica) -> np.ndarray | None:
-    """Returns the bits that the program returns, in a fifth of its time: its devices wait for each other.
+    """Returns the bits that the program returns. It takes less time than a program, whose devices wait for each other.
 
     Returns None for numbers that XLA may round to zero. NumPy does not do so.
     """
