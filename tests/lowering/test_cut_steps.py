@@ -1,12 +1,14 @@
-"""A step that is cut at its sums: the results of one device, one order of locks, and no program that never runs."""
+"""Programs that are cut at their sums: the results of one device, one order of locks, and none that never runs."""
 
 import contextlib
 import dataclasses
 
 import jax
+import keras
 import numpy as np
 import pytest
 
+import replicax as rx
 from replicax._src.collectives.host_sums.ordered_addition import HostOp, can_add, combine
 from replicax._src.devices.topology import Topology
 from replicax._src.lowering import global_view
@@ -109,3 +111,37 @@ def test_several_steps_of_a_call_compile_one_cut_step(sums, monkeypatch):
     after(cut_topology(sums), batches_of(4, 3), capacity=3)
     assert made == [1]
     assert sums.num_programs == 3
+
+
+def descended(strategy):
+    """Returns the weights after steps of a custom loop with an optimizer."""
+    with strategy.scope():
+        weights = keras.Variable(np.ones((8, 4), np.float32))
+        optimizer = keras.optimizers.Adam(0.1)
+
+    def step(x):
+        with rx.GradientTape() as tape:
+            loss = ((x @ weights.value) ** 2).mean()
+        optimizer.apply(tape.gradient(loss, [weights]), [weights])
+
+    rows = np.random.default_rng(1).normal(size=(2, 8)).astype(np.float32)
+    x = strategy.experimental_distribute_values_from_function(
+        lambda context: rows[context.replica_id_in_sync_group :][:1]
+    )
+    for _ in range(3):
+        strategy.run(step, args=(x,))
+    return np.asarray(weights.value)
+
+
+@pytest.mark.parametrize("shard_state", [None, "optimizer"])
+def test_a_cut_run_updates_all_variables(sums, monkeypatch, shard_state):
+    """A program whose updates run on shards is not cut: the sums are only in its first part."""
+    expected = descended(rx.MirroredStrategy(["cpu:0", "cpu:1"]))
+    of = Topology.of
+    monkeypatch.setattr(
+        Topology, "of", lambda *args, **how: dataclasses.replace(of(*args, **how), host_sums=sums)
+    )
+    shards = {} if shard_state is None else {"shard_state": shard_state, "shard_size": 2}
+    value = descended(rx.MirroredStrategy(["cpu:0", "cpu:1"], **shards))
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    assert sums.num_programs == (3 if shard_state is None else 0)
