@@ -76,9 +76,11 @@ class CutStep:
         Raises:
           ClusterFailureError: Another process is gone.
         """
-        with state_lock:
+        with state_lock:  # first, as all programs do: ``followed`` takes the lock of the processes' sequence
             operands = [*consts, *state.values(), *leaves]
-        with self._programs.followed(operands) as (compiled, args), state_lock:
-            del operands
-            _, outputs = run_and_store(compiled, args, lambda results: state.store(self._written, results[0]))
+            with self._programs.followed(operands) as (compiled, args):
+                del operands
+                _, outputs = run_and_store(
+                    compiled, args, lambda results: state.store(self._written, results[0])
+                )
         return outputs

@@ -182,7 +182,7 @@ class _Program:
             self._consts = [*topology.put_whole(more), *self._consts]
         self._needs_token = topology.needs_token
         self._compiled = self._compile()
-        self._cut = self._cut_at_sums(state, num_consts)
+        self._cut = self._cut_at_sums(state, num_consts) if capacity == 1 else None
 
     def _make_wrong_operations_whole(self) -> None:
         is_padded = any(layout.is_padded for layout in self._layouts)
@@ -210,12 +210,12 @@ class _Program:
     @property
     def is_cut(self) -> bool:
         """True if the processes exchange sums between programs, so that several steps cannot be one program."""
-        return self._cut is not None
+        return self._plan is not None and self._topology.host_sums is not None and not self._parts
 
     def _cut_at_sums(self, state: HeldState, num_consts: int) -> CutStep | None:
         """Returns the step as several programs, if that is faster and possible."""
         sums = self._topology.host_sums
-        if self._plan is None or sums is None or self._parts:
+        if self._plan is None or sums is None or not self.is_cut:
             return None
         avals = [*self._consts, *state.values(), *(layout.described() for layout in self._layouts)]
         first = len(avals) - len(self._layouts)

@@ -674,6 +674,7 @@ class Launcher:
         exchanged = exchange_rows(before, placement.layouts, first_handed)
         self.consts = [self._topology.put_whole(v.consts) for v in exchanged.program.variants]
         placed = self._place(exchanged, state, rows)
+        self._replica_function = None  # that of ``placed`` is not all of the program
         return followed_by_updates(placed, state, self.state, updates, placement.layouts)
 
     def _place(
