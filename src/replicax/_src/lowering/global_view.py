@@ -6,8 +6,8 @@ batch that cannot be split evenly is padded on the host, and the program first r
 
 The partitioner sums each array separately, and on CPUs devices and processes wait for each other at each sum. There
 this module splits the program instead, if all its operations are known to keep rows apart
-(``tracing/row_partitioner``), so that all sums of a step travel together. Where the hosts add faster than XLA's collectives, it is also cut there
-(``cut_step.py``).
+(``tracing/row_partitioner``), so that all sums of a step travel together. Where the hosts add faster than XLA's
+collectives, it is also cut there (``cut_step.py``).
 """
 
 from __future__ import annotations
