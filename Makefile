@@ -96,7 +96,7 @@ help:
 	@echo "make lint       check the format, lint, check the types, and how the files hang together"
 	@echo "make format     format the code and fix what the linter can fix"
 	@echo "make bench      run the benchmarks"
-	@echo "make bench-growth  measure how costs grow with the work, beside the exponents that they may have (a quarter of an hour; ONLY=rows,"
+	@echo "make bench-growth  measure how costs grow with the work, beside the exponents that they may have (ONLY=rows,"
 	@echo "                QUICK=1 without the largest sizes)"
 	@echo "make bench-failures  train while workers are killed, beside restarts, torchft and torchrun (an hour; ROUNDS=3, DURATION=60)"
 	@echo "make seams      print how the files hang together, beside what it may come to"
