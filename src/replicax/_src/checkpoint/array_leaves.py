@@ -99,8 +99,8 @@ Read = Callable[[tuple[Any, ...], np.ndarray | None], np.ndarray]
 
 @final
 class HostParts:
-    """The parts of an array that this process's devices need, on the host. Parts on CPUs are read into the memory of the
-    new array.
+    """The parts of an array that this process's devices need, on the host. Parts on CPUs are read into the memory of
+    the new array.
 
     Args:
       shape: The shape of the full array.

@@ -23,7 +23,7 @@ class RandomOrder(Protocol):
     """An order of ``length`` rows."""
 
     def places(self, start: int, most: int) -> np.ndarray:
-        """Returns the old places of at most ``most`` adjacent rows of the new order, from ``start`` on, at least one."""
+        """Returns the old places of one to ``most`` adjacent rows of the new order, from ``start`` on."""
         ...
 
 

@@ -901,8 +901,8 @@ def new_with_memory(
     """Returns a new array on a CPU, and its memory: write its values there before anybody else has the array.
 
     To fill the memory of the array saves a copy in other memory, new pages for that, and copying. The memory is valid
-    while the array lives. JAX has no public way to give its buffers to others; it can share those of NumPy, but then the
-    first program that the array is donated to copies it.
+    while the array lives. JAX has no public way to give its buffers to others; it can share those of NumPy, but then
+    the first program that the array is donated to copies it.
 
     Returns:
       None for other devices, for small arrays, and for dtypes that JAX changes or packs.

@@ -4,10 +4,10 @@ XLA's partitioner splits the program of one device. Every sum over the batch is
 therefore over the global batch, and no formula is needed. State is replicated, and the rows of a batch are split. A
 batch that cannot be split evenly is padded on the host, and the program first removes the padding.
 
-The partitioner sums each array separately, and on CPUs devices and processes wait for each other at each sum. There this
-module splits the program instead, if all its operations are known to keep rows apart (``tracing/row_partitioner``), so
-that all sums of a step travel together. Where the hosts add faster than XLA's collectives, it is also cut there
-(``cut_step.py``).
+The partitioner sums each array separately, and on CPUs devices and processes wait for each other at each sum. There
+this module splits the program instead, if all its operations are known to keep rows apart
+(``tracing/row_partitioner``), so that all sums of a step travel together. Where the hosts add faster than XLA's
+collectives, it is also cut there (``cut_step.py``).
 """
 
 from __future__ import annotations
