@@ -107,7 +107,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             "replicax" if topology.survivors is not None else self._carrier_of(topology),
             ""
             if topology.host_sums is None
-            else f"; sums outside of programs by {topology.host_sums.transport}",
+            else f"; sums by {topology.host_sums.transport}",
         )
 
     def _carrier_of(self, topology: Topology) -> str:
