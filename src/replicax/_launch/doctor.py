@@ -32,7 +32,6 @@ from replicax._src.cluster.errors import ClusterError
 from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.routes import routed_address
 from replicax._src.cluster.spec import Task
-from replicax._src.collectives.host_sums.shared_memory import why_not_shared
 from replicax._src.keras.backend import chosen_backend, wrong_backend
 from replicax._src.packaging.extras import EXTRAS, install_packages, missing_packages
 from replicax._src.packaging.home import install_command
@@ -213,6 +212,8 @@ def _described(choice: ResolverChoice) -> list[tuple[str, str]]:
 
 def _sums_described() -> str:
     """Says how the arrays of workers with CPU devices travel."""
+    from replicax._src.collectives.host_sums.shared_memory import why_not_shared  # imports NumPy
+
     why = why_not_shared()
     if why is None:
         return "on CPUs in memory that the workers of a host share, over connections between hosts"
