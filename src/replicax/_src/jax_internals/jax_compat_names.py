@@ -20,6 +20,7 @@ NAMES: Final[Mapping[str, Sequence[str]]] = {
         "Array",
         "Device",
         "ShapeDtypeStruct",
+        "block_until_ready",
         "config.jax_compilation_cache_check_contents",
         "config.jax_compilation_cache_max_size",
         "config.jax_cpu_collectives_implementation",
@@ -48,6 +49,7 @@ NAMES: Final[Mapping[str, Sequence[str]]] = {
         "shard_map",
         "sharding.NamedSharding",
         "sharding.PartitionSpec.UNCONSTRAINED",
+        "sharding.SingleDeviceSharding",
         "sharding.use_abstract_mesh",
         "typeof",
         "vmap",
@@ -88,7 +90,7 @@ NAMES: Final[Mapping[str, Sequence[str]]] = {
     "jax.interpreters.batching": ("defvectorized", "primitive_batchers"),
     "jax.interpreters.mlir": ("lower_fun", "register_lowering"),
     "jax.interpreters.partial_eval": ("dce_jaxpr",),
-    "jax.numpy": ("copy", "issubdtype"),
+    "jax.numpy": ("bfloat16", "copy", "issubdtype"),
     "jaxlib.xla_client": ("make_cpu_client",),
 }
 
