@@ -28,7 +28,9 @@ def test_the_log_says_gloo_in_processes(local_cluster):
     cluster.start(join)
     for result in cluster.wait().values():
         assert result.report == {"total": 2.0}, result.output
-        assert any(line.endswith("here; collectives by gloo; sums by shared memory.") for line in result.output), result.output
+        assert any(
+            line.endswith("here; collectives by gloo; sums by shared memory.") for line in result.output
+        ), result.output
 
 
 @pytest.mark.timeout(250)

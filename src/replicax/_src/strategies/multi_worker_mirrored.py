@@ -105,9 +105,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             topology.num_replicas,
             ", ".join(map(device_name, topology.local_devices)),
             "replicax" if topology.survivors is not None else self._carrier_of(topology),
-            ""
-            if topology.host_sums is None
-            else f"; sums by {topology.host_sums.transport}",
+            "" if topology.host_sums is None else f"; sums by {topology.host_sums.transport}",
         )
 
     def _carrier_of(self, topology: Topology) -> str:
