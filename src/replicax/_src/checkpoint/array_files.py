@@ -414,9 +414,8 @@ class ArrayReader:
                 )
                 flying.append(target[there].write(self._array[index]))
         finally:
-            errors = [
-                one.exception() for one in flying
-            ]  # all have ended before the memory is used for something else
+            # All have ended before the memory is used for something else.
+            errors = [one.exception() for one in flying]
         for error in errors:
             if error is not None:
                 raise error

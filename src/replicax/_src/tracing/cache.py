@@ -24,9 +24,7 @@ from replicax._src.tracing import key
 log = logging.getLogger("replicax")
 _TRACES_BEFORE_WARNING = 5
 _MAX_VERSIONS = 16  # versions of one function that differ in closures or globals
-_MAX_DELETED = (
-    64  # versions of functions that are deleted, such as those of a notebook's cell that was edited since
-)
+_MAX_DELETED = 64  # versions of deleted functions, such as those of a notebook's cell that was edited since
 T = TypeVar("T")
 
 
