@@ -1,6 +1,8 @@
 """``SidecarEvaluator``: a process beside the training evaluates the saved checkpoints."""
 
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import keras
 import numpy as np
@@ -78,13 +80,18 @@ def test_evaluator_waits_for_the_next_checkpoint_and_skips_incomplete_ones(tmp_p
     (tmp_path / "ckpt-1.weights.h5").write_bytes(b"begun")
 
     def train():
+        # HDF5 lets a reader and a writer of one process share an open file, and its end for one is its end for both.
+        # Between processes that cannot happen, so each file gets its name when it is whole.
+        time.sleep(0.5)
         for epoch in (2, 3):
-            make_model(float(epoch)).save_weights(tmp_path / f"ckpt-{epoch}.weights.h5")
+            whole = tmp_path.parent / f"{tmp_path.name}-{epoch}.weights.h5"
+            make_model(float(epoch)).save_weights(whole)
+            whole.rename(tmp_path / f"ckpt-{epoch}.weights.h5")
 
-    training = threading.Timer(0.5, train)
-    training.start()
-    results = evaluated(tmp_path, max_evaluations=3)
-    training.join()
+    with ThreadPoolExecutor(1) as pool:
+        training = pool.submit(train)
+        results = evaluated(tmp_path, max_evaluations=3)
+        training.result()
     np.testing.assert_allclose(results.losses[-1], loss_of(3.0), rtol=1e-5)
     assert len(results.losses) <= 2
 

@@ -121,8 +121,8 @@ def test_table_is_read_and_restored_in_blocks(tmp_path, monkeypatch):
         other = rx.Variable(np.zeros_like(values), name="table")
     blocks, read = [], array_files.ArrayReader.read
 
-    def measured(reader, index=()):
-        blocks.append(read(reader, index))
+    def measured(reader, index=(), into=None):
+        blocks.append(read(reader, index, into))
         return blocks.pop() if blocks[-1].nbytes <= 1 << 17 else blocks[-1]
 
     monkeypatch.setattr(array_files.ArrayReader, "read", measured)

@@ -11,7 +11,7 @@ import pytest
 
 from checks import message, needs_ipv6
 from echo_task import EchoTask, echo_server
-from replicax._ps.transport import transport
+from replicax._ps.transport import task_server, transport
 from replicax._ps.transport.messages import Decoder, Encoded, Message, encode
 from replicax._ps.transport.task_server import _MOST_HELD_BYTES, _Stream
 from replicax._ps.transport.transport import TaskClient
@@ -93,40 +93,43 @@ def test_stream_ends_if_a_held_answer_cannot_be_sent():
     stream.end()
 
 
-def test_held_answers_are_sent_in_order_and_together():
+@pytest.fixture
+def long_hold(monkeypatch):
+    """Answers are held for so long that only the caller's thread sends them."""
+    monkeypatch.setattr(task_server, "_HELD_S", 60.0)
+
+
+def test_held_answers_are_sent_in_order_and_together(long_hold):
     connection = Blocked()
     connection.go.set()
     stream = stream_on(connection)
-    with stream._changed:  # so that nobody else sends them meanwhile
-        for number in range(5):
-            stream._hold(answer_of(number))
-        stream._send(answer_of(5))
+    for number in range(5):
+        stream._hold(answer_of(number))
+    stream._send(answer_of(5))
     assert connection.sent == [answer_of(number).head for number in range(6)]
     assert connection.num_writes == 1
     assert stream.counts.messages == 6
     stream.end()
 
 
-def test_no_more_than_64_kb_of_answers_are_held():
+def test_no_more_than_64_kb_of_answers_are_held(long_hold):
     connection = Blocked()
     connection.go.set()
     stream = stream_on(connection)
-    with stream._changed:
-        for number in range(3):
-            stream._hold(answer_of(number, _MOST_HELD_BYTES // 2))
-        assert len(connection.sent) == 2
-        stream._send(answer_of(3))
+    for number in range(3):
+        stream._hold(answer_of(number, _MOST_HELD_BYTES // 2))
+    assert len(connection.sent) == 2
+    stream._send(answer_of(3))
     assert len(connection.sent) == 4
     stream.end()
 
 
-def test_an_ended_stream_sends_nothing():
+def test_an_ended_stream_sends_nothing(long_hold):
     connection = Blocked()
     connection.go.set()
     stream = stream_on(connection)
-    with stream._changed:
-        stream._hold(answer_of(0))
-        stream.end()
+    stream._hold(answer_of(0))
+    stream.end()
     stream._send(answer_of(1))
     time.sleep(0.05)
     assert not connection.sent
