@@ -38,6 +38,7 @@ log = logging.getLogger("replicax")
 AskServer = Callable[[Message], Message]
 """Sends a request to a server, and returns its answer. It raises an error if none comes in time."""
 _MAX_NUMBER: Final = 2**31 - 1
+_WAITING_TICK_S: Final = 0.005
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,10 @@ class BackgroundExchange:
       fragments: The fragments, in the same order in all groups.
       options: How groups exchange.
       tick_s: The seconds between two looks at the servers.
+      place: Puts outer parameters where the group computes, in a thread of the exchange.
+
+    Attributes:
+      fetched: The fragments of which outer parameters were fetched, and not adopted yet: see ``adopt``.
     """
 
     def __init__(
@@ -76,14 +81,17 @@ class BackgroundExchange:
         options: ExchangeOptions,
         *,
         tick_s: float = 0.1,
+        place: Callable[[np.ndarray], Any] = np.asarray,
     ):
+        self.fetched: Sequence[int] = ()
+        self._place = place
         self._member, self._fragments, self._tick_s = member, fragments, tick_s
         self._owner = 1 + secrets.randbelow(_MAX_NUMBER)
         self._rules = MemberRules(member, num_members, len(fragments), self._owner, options, time.monotonic())
         self._changed = threading.Condition()
         self._values: list[Any] = []
         self._progress: list[UnmergedProgress[Any]] = []
-        self._outer: dict[int, np.ndarray] = {}
+        self._outer: dict[int, Any] = {}
         self._error: BaseException | None = None
         self._is_done = self._is_closed = False
         self._counts = {"pushes": 0, "adoptions": 0, "lost_pushes": 0, "silent_servers": 0}
@@ -124,6 +132,48 @@ class BackgroundExchange:
             self._values[fragment] = values
             self._do(self._rules.boundary(fragment, tokens, time.monotonic()))
             return self._values[fragment]
+
+    def adopt(self, fragment: int, values: Any) -> Any:
+        """Adopts what was fetched of a fragment, between two boundaries. Returns its values to go on with; never waits.
+
+        Args:
+          fragment: Its number.
+          values: Its values now, float32 [n].
+        """
+        with self._changed:
+            self._check()
+            self._values[fragment] = values
+            self._do(self._rules.adopt(fragment))
+            return self._values[fragment]
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits until outer parameters were fetched that have all pushes of this group. Then adopt them.
+
+        Raises:
+          WaitTimeoutError: It took longer.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while not self._rules.is_merged:
+                now = time.monotonic()
+                if now > deadline:
+                    raise WaitTimeoutError(
+                        f"The open round did not close within {timeout_s:g} s. Wait longer, or see in the log which group or "
+                        "server is silent."
+                    )
+                self._do(self._rules.tick(now))
+                self._wait(lambda: self._rules.is_merged, min(_WAITING_TICK_S, deadline - now))
+
+    def outer(self) -> list[Any]:
+        """Returns the outer parameters that were fetched last: a float32 [n] for each fragment."""
+        with self._changed:
+            self._check()
+            return [self._outer[fragment] for fragment in range(len(self._fragments))]
+
+    @property
+    def version(self) -> int:
+        """The number of rounds that all adopted outer parameters have."""
+        return self._rules.version
 
     def stop(self) -> None:
         """Asks all groups to end at their next boundary."""
@@ -208,8 +258,15 @@ class BackgroundExchange:
                 case actions.NoteLanding():
                     pass
                 case _ if not self._is_closed:
-                    self._pool.submit(self._carry_out, action, self._payload(action))
+                    self._submit(action)
+        self.fetched = self._rules.fetched
         self._changed.notify_all()
+
+    def _submit(self, action: actions.Action) -> None:
+        try:
+            self._pool.submit(self._carry_out, action, self._payload(action))
+        except RuntimeError:  # Python ends
+            self._is_closed = True
 
     def _payload(self, action: actions.Action) -> Any:
         """What a request sends of the values, as they are now."""
@@ -236,7 +293,9 @@ class BackgroundExchange:
     def _carry_out(self, action: Any, payload: Any) -> None:
         """Carries out one request, and hands its outcome to the rules."""
         try:
-            answer, is_absent = self._answer(action, payload), False
+            instance, state, fetched = self._answer(action, payload)
+            answer = instance, state, None if fetched is None else self._place(fetched)
+            is_absent = False
         except InvalidArgumentError as error:
             if isinstance(action, actions.ClaimSlot):  # other groups have another fragment
                 with self._changed:

@@ -53,6 +53,25 @@ class MemberRules:
         """True if all groups shall end at their next boundary."""
         return any(each.stops for each in self._fragments)
 
+    @property
+    def fetched(self) -> list[int]:
+        """The fragments of which outer parameters were fetched, and not adopted yet."""
+        return [each.fragment for each in self._fragments if each.has_fetched]
+
+    @property
+    def is_merged(self) -> bool:
+        """True if the outer parameters that were fetched or adopted last have all pushes of the group."""
+        return all(each.is_merged for each in self._fragments)
+
+    @property
+    def version(self) -> int:
+        """The number of rounds that all adopted outer parameters have."""
+        return min(each.adopted_version for each in self._fragments)
+
+    def adopt(self, fragment: int) -> list[Action]:
+        """The group can take values between two boundaries: adopts what was fetched of a fragment."""
+        return self._fragments[fragment].adopt()
+
     def boundary(self, fragment: int, tokens: int, now: float) -> list[Action]:
         """The group has reached a boundary of a fragment, with so many rows since the last one. Does not wait."""
         return self._fragments[fragment].boundary(tokens, now)

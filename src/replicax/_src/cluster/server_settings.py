@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import final
 
 from replicax._src.cluster.environ import START_LIMIT, limit_s, optional_number
+from replicax._src.cluster.group_place import GroupPlace
 from replicax._src.cluster.machine_layout import (
     DEVICES_VARIABLE,
     REPLICATION_VARIABLE,
@@ -73,3 +74,13 @@ class ServerSettings:
           ClusterEnvironmentError: It is not a number of seconds.
         """
         return limit_s(self._environ, START_LIMIT)
+
+    @property
+    def group(self) -> GroupPlace | None:
+        """The place of this job among groups that exchange (``REPLICAX_GROUP``, ``REPLICAX_SYNCERS``); None if it is
+        alone.
+
+        Raises:
+          ClusterEnvironmentError: They are not of their form, or only one is set.
+        """
+        return GroupPlace.of_environment(self._environ)
