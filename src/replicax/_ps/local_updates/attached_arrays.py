@@ -187,7 +187,9 @@ def _holders_of(attached: Any) -> list[HeldVariable] | None:
             f"{_NAME}.attach got variables and a {type(other).__name__} in one pytree. Attach either variables or arrays."
         )
     return [
-        HeldVariable(_name(each), each, not getattr(each, "trainable", True), _value_in_brackets, _set_in_brackets)
+        HeldVariable(
+            _name(each), each, not getattr(each, "trainable", True), _value_in_brackets, _set_in_brackets
+        )
         if nnx is not None and isinstance(each, nnx.Variable)
         else _assigned(each, is_state=not getattr(each, "trainable", True))
         for each in leaves
@@ -197,7 +199,7 @@ def _holders_of(attached: Any) -> list[HeldVariable] | None:
 def _is_variable(value: Any) -> bool:
     nnx = sys.modules.get("flax.nnx")
     is_of_nnx = nnx is not None and isinstance(value, nnx.Variable)
-    return is_of_nnx or (not isinstance(value, jax.Array) and hasattr(type(value), "assign"))
+    return is_of_nnx or (not isinstance(value, jax.Array) and callable(getattr(type(value), "assign", None)))
 
 
 def _assigned(variable: Any, *, is_state: bool) -> HeldVariable:
@@ -244,7 +246,7 @@ def _check_distinct(holders: Sequence[HeldVariable]) -> None:
 
 def _travels(name: str, value: Any) -> bool:
     dtype = getattr(value, "dtype", None)
-    if dtype is None or not hasattr(value, "shape"):
+    if dtype is None or getattr(value, "shape", None) is None:
         raise InvalidArgumentError(
             f"{_NAME}.attach got a {type(value).__name__} as {name}. Attach a Keras or nnx model, variables, or a pytree of "
             "arrays."

@@ -1,9 +1,9 @@
 """``FragmentRules``: what a group does with one fragment of its parameters. Pure: events in, actions out.
 
 - The group claims its slot, and adopts the outer parameters. From then on it never waits.
-- At a boundary, or before, it adopts what was fetched. At a boundary it takes all that was not pushed as one push. While a push has no answer,
-  or several are in no adopted version, it takes no other: what waits becomes one push, so an outage is not followed
-  by a burst of rounds.
+- At a boundary, or before, it adopts what was fetched. At a boundary it takes all that was not pushed as one push.
+  While a push has no answer, or several are in no adopted version, it takes no other: what waits becomes one push, so
+  an outage is not followed by a burst of rounds.
 - A push keeps its number until it has an answer. The answer says which version was open, so the group knows which outer
   parameters have it.
 - Any member closes a round that has a quorum: at once if all live members have pushed, else after the grace time.

@@ -16,8 +16,8 @@ class GroupSettings:
 
     Args:
       member: The number of the group.
-      settings: Names and values, in the order in which they are compared. After a tab a value may have a remark, which is not
-        compared: the name of a variable.
+      settings: Names and values, in the order in which they are compared. After a tab a value may have a remark, which
+        is not compared: the name of a variable.
     """
 
     def __init__(self, member: int, settings: Sequence[tuple[str, str]]):

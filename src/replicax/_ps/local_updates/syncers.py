@@ -1,7 +1,7 @@
 """``Syncers``: one group's connections to the parameter servers through which groups exchange.
 
-All groups share one session, which no coordinator begins: the first group that comes begins it on each server, and it ends
-when all groups have left, or are silent.
+All groups share one session, which no coordinator begins: the first group that comes begins it on each server, and it
+ends when all groups have left, or are silent.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ class Syncers:
         """Ends the connections.
 
         Args:
-          leaves: True to tell the servers, which drop all values when the last group has left. Otherwise the group may come
-            back.
+          leaves: True to tell the servers, which drop all values when the last group has left. Otherwise the group may
+            come back.
         """
         self._closing.set()
         if self._heartbeats.ident is not None:

@@ -1,4 +1,4 @@
-"""``LocalUpdates``: groups that train alone and exchange what they learned. Public as ``rx.experimental.LocalUpdates``."""
+"""``LocalUpdates``: groups that train alone, and exchange. Public as ``rx.experimental.LocalUpdates``."""
 
 from __future__ import annotations
 
@@ -56,30 +56,31 @@ class LocalUpdates:
 
     Each group is a program of its own, with any strategy or none. After ``every`` steps it sends the change of its
     parameters to parameter servers, the *syncers*, in the background. When a ``quorum`` of groups has sent theirs, a
-    *round* closes: the syncers apply the outer optimizer to the mean of the changes, weighted by the rows that each group
-    has trained on. A group adopts the result when it arrives, and keeps what it has learned since. If a group or a syncer
-    dies, the others go on.
+    *round* closes: the syncers apply the outer optimizer to the mean of the changes, weighted by the rows that each
+    group has trained on. A group adopts the result when it arrives, and keeps what it has learned since. If a group or
+    a syncer dies, the others go on.
 
-    The environment says who the group is: ``REPLICAX_GROUP=1/4`` is the group with the number 1 of 4; numbers begin at 0.
+    The environment says who the group is: ``REPLICAX_GROUP=1/4`` is the group with the number 1 of 4, from 0.
     ``REPLICAX_SYNCERS=host:port,host:port`` are the syncers. ``replicax launch --groups 4`` sets both. Without
     ``REPLICAX_GROUP`` the program runs unchanged as one group, and nothing is exchanged.
 
-    Parameters of any floating dtype travel as float32; float64 is rounded. Arrays without gradients, as the statistics of
-    BatchNorm, are a fragment of their own, of which groups take the mean. Integers and random keys stay in the group.
+    Parameters of any floating dtype travel as float32; float64 is rounded. Arrays without gradients, as the statistics
+    of BatchNorm, are a fragment of their own, of which groups take the mean. Integers and random keys stay in the
+    group.
 
     It does not compute what synchronous training computes: between two rounds groups train on different parameters.
 
     Args:
       every: The number of steps after which each fragment is exchanged.
-      outer_optimizer: The update of a round: a ``keras.optimizers.SGD`` with a learning rate that is a number, momentum and
-        nesterov. None is SGD(1.0, momentum=0.5, nesterov=True).
+      outer_optimizer: The update of a round: a ``keras.optimizers.SGD`` with a learning rate that is a number, momentum
+        and nesterov. None is SGD(1.0, momentum=0.5, nesterov=True).
       fragments: The number of fragments of the parameters, which are exchanged one after the other: every 30 steps in 4
         fragments sends one of them every 7 or 8 steps.
       quorum: The number of groups that a round waits for, of those that are alive; all others have some time to follow.
         None is all but one, and at least one.
       compression: "int8" sends 8-bit integers with a scale for 256 values; None sends float32.
-      grace_s: The seconds that a round with a quorum waits for the other groups that are alive; None takes them from the
-        time between two exchanges.
+      grace_s: The seconds that a round with a quorum waits for the other groups that are alive; None takes them from
+        the time between two exchanges.
       patience_s: The seconds after which a group that has sent nothing no longer counts as alive.
 
     Raises:
@@ -175,7 +176,7 @@ class LocalUpdates:
     # --- the training -----------------------------------------------------------------------------------
 
     def attach(self, model: Any) -> Any:
-        """Says what is exchanged, and adopts the outer parameters. The first group that comes creates them from its own.
+        """Says what is exchanged, and adopts the outer parameters. The first group creates them from its own.
 
         Call it once, before the first step. It waits for the syncers, and not for other groups.
 
@@ -187,8 +188,8 @@ class LocalUpdates:
 
         Raises:
           UnavailableError: A syncer does not answer within ``REPLICAX_START_TIMEOUT_S`` (300 by default).
-          InvalidArgumentError: There are fewer parameters than fragments, a variable is there twice, or another group has
-            other parameters or settings.
+          InvalidArgumentError: There are fewer parameters than fragments, a variable is there twice, or another group
+            has other parameters or settings.
           UnsupportedError: An array is in shards.
           ContextError: Something has been attached.
         """
@@ -205,11 +206,11 @@ class LocalUpdates:
         return self._params if attached.is_pytree else model
 
     def step(self, params: Any = None, *, tokens: int | None = None, steps: int = 1) -> Any:
-        """Counts a step of training. Exchanges what is due, and adopts what has arrived; never waits for another process.
+        """Counts a step. Exchanges what is due, and adopts what has arrived; never waits for another process.
 
         Args:
-          params: The pytree of parameters after the step, if a pytree was attached. (If nothing was, the first step attaches
-            it, and what it has learned counts only if this is the first group.)
+          params: The pytree of parameters after the step, if a pytree was attached. (If nothing was, the first step
+            attaches it, and what it has learned counts only if this is the first group.)
           tokens: The rows, or tokens, that the group has trained on in it: the weight of the group in the mean.
           steps: The number of steps since the last call.
 
@@ -217,8 +218,8 @@ class LocalUpdates:
           The pytree to go on with; None for a model or variables, which have been assigned.
 
         Raises:
-          InvalidArgumentError: ``tokens`` is missing or negative; boundaries are not between so many steps; or the model has
-            other variables than those that were attached.
+          InvalidArgumentError: ``tokens`` is missing or negative; boundaries are not between so many steps; or the
+            model has other variables than those that were attached.
           ContextError: Nothing was attached, or ``finish`` or ``close`` was called.
         """
         count = _tokens(tokens)
@@ -241,8 +242,8 @@ class LocalUpdates:
     def wait(self, timeout_s: float = 600.0) -> Any:
         """Waits until the rounds close that have what this group has sent, and adopts the result.
 
-        Groups that call it after each boundary, with a quorum of all groups, train in step: DiLoCo as it was first published;
-        with ``every=1`` and SGD(1.0) synchronous training up to rounding.
+        Groups that call it after each boundary, with a quorum of all groups, train in step: DiLoCo as it was first
+        published; with ``every=1`` and SGD(1.0) synchronous training up to rounding.
 
         Returns:
           As for ``step``.
@@ -292,8 +293,8 @@ class LocalUpdates:
     def outer(self) -> Iterator[Any]:
         """Context in which the model has the outer parameters that have arrived last, to evaluate or save them.
 
-        The model, or the variables, have the group's own values again after it. Yields the model, or the pytree of outer
-        parameters.
+        The model, or the variables, have the group's own values again after it. Yields the model, or the pytree of
+        outer parameters.
 
         Raises:
           ContextError: Nothing was attached, or the context was entered before.
@@ -318,7 +319,7 @@ class LocalUpdates:
             attached.write(everything, own)
 
     def statistics(self) -> Mapping[str, int]:
-        """Returns the numbers of steps and of rows, the version, and what was sent: pushes, adoptions, bytes, losses."""
+        """Returns the numbers of steps and of rows, the version, and counts of the exchange."""
         counts = {"steps": self._num_steps, "tokens": self._num_tokens, "version": self.version}
         for each in (self._exchange, self._syncers):
             counts |= {} if each is None else each.statistics()
