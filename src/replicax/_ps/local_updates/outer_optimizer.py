@@ -44,11 +44,11 @@ def outer_sgd_of(optimizer: Any) -> OuterSgd:
     keras = sys.modules.get("keras")
     if keras is None or not isinstance(optimizer, keras.optimizers.SGD):
         raise InvalidArgumentError(f"outer_optimizer is {type(optimizer).__name__}. {_ALLOWED}")
-    config = optimizer.get_config()
-    rate = config["learning_rate"]
-    if not isinstance(rate, (int, float)):
-        raise InvalidArgumentError(f"outer_optimizer has the learning rate {rate!r:.100}. {_ALLOWED}")
+    rate = optimizer.learning_rate
+    if not isinstance(rate, keras.Variable):
+        raise InvalidArgumentError(f"outer_optimizer has a schedule as its learning rate. {_ALLOWED}")
     for name in ("weight_decay", "clipnorm", "global_clipnorm", "clipvalue", "use_ema"):
-        if config.get(name):
-            raise InvalidArgumentError(f"outer_optimizer has {name}={config[name]!r}. {_ALLOWED}")
-    return OuterSgd(float(rate), float(config["momentum"]), bool(config["nesterov"]))
+        value = getattr(optimizer, name, None)
+        if value:
+            raise InvalidArgumentError(f"outer_optimizer has {name}={value!r}. {_ALLOWED}")
+    return OuterSgd(float(rate.value), float(optimizer.momentum), bool(optimizer.nesterov))

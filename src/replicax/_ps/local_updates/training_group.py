@@ -13,7 +13,7 @@ from typing import Any, Final, Self, final
 import jax
 import numpy as np
 
-from replicax._ps.local_updates.attached_arrays import TravellingArray, AttachedArrays
+from replicax._ps.local_updates.attached_arrays import AttachedArrays, TravellingArray
 from replicax._ps.local_updates.background_exchange import BackgroundExchange, ExchangedFragment
 from replicax._ps.local_updates.fragment_programs import FragmentPrograms
 from replicax._ps.local_updates.fragment_rules import ExchangeOptions
