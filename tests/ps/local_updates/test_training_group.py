@@ -209,6 +209,8 @@ def test_bad_calls_say_what_to_write(group):
     for tokens in (None, -1, 0.5):
         with pytest.raises(InvalidArgumentError, match=r"write groups.step\(tokens=n\)"):
             groups.step(tokens=tokens)
+    with pytest.raises(InvalidArgumentError, match=r"Linear was attached, so write groups.step\(tokens=n\)"):
+        groups.step({"w": jnp.zeros(2)}, tokens=1)
     with pytest.raises(InvalidArgumentError, match="Allowed are 1, 2;"):
         groups.step(tokens=1, steps=4)
     assert groups.steps == 0

@@ -14,8 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax._ps.local_updates.fragment_values import on_one_device
+from replicax._ps.local_updates.fragment_values import beside, on_one_device
 from replicax._src.program_kit.errors import InvalidArgumentError, StructureError, UnsupportedError
+from replicax._src.program_kit.traced_programs import Topology
+from replicax._src.program_kit.variables import owner_of_table, strategy_for_new_variable
 
 _NAME: Final = "rx.experimental.LocalUpdates"
 
@@ -98,6 +100,14 @@ class AttachedArrays:
         for spec, at in zip(self.specs, travelling, strict=True):
             _check_is_in_one_place(spec, found[at][1])
 
+    @property
+    def topology(self) -> Topology:
+        """The topology of the strategy that owns the variables, or of the current one."""
+        strategy = None
+        if self._all_holders:
+            strategy, _ = owner_of_table(self._all_holders[0].variable)
+        return (strategy or strategy_for_new_variable()).topology
+
     def read(self, numbers: Sequence[int]) -> list[Any]:
         """Returns the values of arrays by their numbers in ``specs``."""
         self._sync()
@@ -112,7 +122,7 @@ class AttachedArrays:
         for number, array in zip(numbers, arrays, strict=True):
             at = self._at[number]
             if self._all_holders is None:
-                self._leaves[at] = array
+                self._leaves[at] = beside(array, self._leaves[at])
             else:
                 holder = self._all_holders[at]
                 holder.write(holder.variable, array)
@@ -233,7 +243,7 @@ def _value_in_brackets(variable: Any) -> Any:
 
 
 def _set_in_brackets(variable: Any, value: Any) -> None:
-    variable[...] = value
+    variable[...] = beside(value, variable[...])
 
 
 def _check_distinct(holders: Sequence[HeldVariable]) -> None:

@@ -66,3 +66,17 @@ def on_one_device(array: Any) -> Any:
             "out shard_state and layout maps."
         )
     return array.addressable_data(0)
+
+
+def beside(array: Any, other: Any) -> Any:
+    """Returns an array on all devices on which another one is replicated."""
+    if not isinstance(array, jax.Array) or not isinstance(other, jax.Array):
+        return array
+    sharding = other.sharding
+    if len(sharding.device_set) == 1:
+        return jax.device_put(array, sharding)
+    if array.sharding == sharding:
+        return array
+    here = sorted(sharding.addressable_devices, key=lambda device: device.id)
+    copies = [jax.device_put(on_one_device(array), device) for device in here]
+    return jax.make_array_from_single_device_arrays(other.shape, sharding, copies)

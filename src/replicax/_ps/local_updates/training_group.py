@@ -6,11 +6,12 @@ import contextlib
 import logging
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Self, final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from replicax._ps.local_updates.attached_arrays import AttachedArrays, TravellingArray
@@ -19,6 +20,7 @@ from replicax._ps.local_updates.fragment_programs import FragmentPrograms
 from replicax._ps.local_updates.fragment_rules import ExchangeOptions
 from replicax._ps.local_updates.fragment_split import offsets_of, split_evenly
 from replicax._ps.local_updates.fragment_values import FragmentValues
+from replicax._ps.local_updates.group_processes import GroupProcesses
 from replicax._ps.local_updates.group_settings import GroupSettings
 from replicax._ps.local_updates.outer_optimizer import OuterSgd, outer_sgd_of
 from replicax._ps.local_updates.syncers import Syncers
@@ -134,9 +136,11 @@ class LocalUpdates:
         self._params: Any = None  # the pytree of the last step
         self._fragments: list[_Fragment] = []
         self._due: dict[int, list[int]] = {}  # the fragments of a boundary, by its step modulo ``every``
+        self._processes: GroupProcesses | None = None
         self._syncers: Syncers | None = None
-        self._exchange: BackgroundExchange | None = None
-        self._num_steps = self._num_tokens = 0
+        self._exchange: BackgroundExchange | None = None  # None in the processes that do not lead
+        self._adopts_at_once: BackgroundExchange | None = None
+        self._num_steps = self._num_tokens = self._version = 0
         self._stops = self._is_finished = self._is_closed = self._is_outer = False
         if self._place is None:
             log.info(
@@ -166,12 +170,12 @@ class LocalUpdates:
     @property
     def version(self) -> int:
         """The number of rounds that the parameters have, in all fragments. ``version * every`` is the job's clock."""
-        return 0 if self._exchange is None else self._exchange.version
+        return self._version
 
     @property
     def should_stop(self) -> bool:
         """True if some group has called ``stop``: end the training after this step."""
-        return self._stops or (self._exchange is not None and self._exchange.stops)
+        return self._stops or (self._adopts_at_once is not None and self._adopts_at_once.stops)
 
     # --- the training -----------------------------------------------------------------------------------
 
@@ -206,7 +210,7 @@ class LocalUpdates:
         return self._params if attached.is_pytree else model
 
     def step(self, params: Any = None, *, tokens: int | None = None, steps: int = 1) -> Any:
-        """Counts a step. Exchanges what is due, and adopts what has arrived; never waits for another process.
+        """Counts a step. Exchanges what is due, and adopts what has arrived; never waits for a syncer or another group.
 
         Args:
           params: The pytree of parameters after the step, if a pytree was attached. (If nothing was, the first step
@@ -223,19 +227,16 @@ class LocalUpdates:
           ContextError: Nothing was attached, or ``finish`` or ``close`` was called.
         """
         count = _tokens(tokens)
-        if self._attached is None or self._is_finished or self._is_closed or self._is_outer:
+        is_unusual = (params is None) is not (self._params is None)
+        if is_unusual or self._attached is None or self._is_closed or self._is_outer:
             params = self._checked(params)
         if steps != 1:
             self._check_steps(steps)
-        exchange = self._exchange
         self._num_tokens += count
         self._num_steps += steps
-        if exchange is None:
-            self._params = params
-            return params
-        due = self._due.get(self._num_steps % self._every)
-        if due or exchange.fetched:
-            return self._exchange_now(exchange, due or (), params)
+        due = self._due.get(self._num_steps % self._every, ())
+        if due or (self._adopts_at_once is not None and self._adopts_at_once.fetched):
+            return self._exchange_now(due, params)
         self._params = params
         return params
 
@@ -252,13 +253,16 @@ class LocalUpdates:
           WaitTimeoutError: It took longer.
         """
         self._checked(self._params)
-        if self._exchange is None:
+        if self._processes is None:
             return self._params
-        self._exchange.wait(timeout_s)
-        return self._exchange_now(self._exchange, (), self._params)
+        self._processes.agreed(lambda: self._leading.wait(timeout_s))
+        return self._exchange_now((), self._params)
 
     def stop(self) -> None:
-        """Asks all groups to end at their next boundary: ``should_stop`` becomes True there."""
+        """Asks all groups to end at their next boundary: ``should_stop`` becomes True there.
+
+        In a group of several processes all of them call it, after the same step.
+        """
         self._stops = True
         if self._exchange is not None:
             self._exchange.stop()
@@ -280,10 +284,10 @@ class LocalUpdates:
             raise ContextError(
                 f"{_NAME}.finish: nothing was attached. Call groups.attach(model) before the training."
             )
-        exchange = self._exchange
-        if exchange is not None:
-            self._exchange_now(exchange, range(len(self._fragments)), self._params)
-            self._write(dict(enumerate(exchange.finish(timeout_s))))
+        if self._processes is not None:
+            self._exchange_now(range(len(self._fragments)), self._params)
+            values = self._all_of_leader(lambda: self._leading.finish(timeout_s))
+            self._write(dict(enumerate(values)))
             self._params = self._attached.tree if self._attached.is_pytree else None
         self._is_finished = True
         self._end(leaves=True)
@@ -303,7 +307,7 @@ class LocalUpdates:
         if attached is None or self._is_outer:
             why = "it was entered before" if self._is_outer else "nothing was attached"
             raise ContextError(f"{_NAME}.outer: {why}.")
-        if self._exchange is None or self._is_closed:
+        if self._processes is None or self._is_closed:
             yield self._params if attached.is_pytree else attached.model
             return
         if attached.is_pytree:
@@ -311,7 +315,7 @@ class LocalUpdates:
         everything = [number for each in self._fragments for number in each.numbers]
         own = attached.read(everything)
         self._is_outer = True
-        self._write(dict(enumerate(self._exchange.outer())))
+        self._write(dict(enumerate(self._all_of_leader(lambda: self._leading.outer()))))
         try:
             yield attached.tree if attached.is_pytree else attached.model
         finally:
@@ -339,33 +343,58 @@ class LocalUpdates:
 
     def _begin(self, attached: AttachedArrays) -> None:
         assert self._place is not None
-        self._fragments = self._fragments_of(attached.specs)
-        self._due = {}
+        fragments = self._fragments_of(attached.specs)
         offsets = [*offsets_of(self._every, self._num_fragments), 0]
-        for number in range(len(self._fragments)):
-            self._due.setdefault(offsets[number], []).append(number)
-        syncers = self._syncers = Syncers(self._place.syncers, self.index, self.num_groups)
+        processes = GroupProcesses(attached.topology)
+        values = [each.values.flat(attached.read(each.numbers)) for each in fragments]
+        self._fragments, self._processes = fragments, processes
         try:
-            syncers.greet(self._start_limit_s)
-            syncers.agree(self._settings(attached.specs))
-            values = [each.values.flat(attached.read(each.numbers)) for each in self._fragments]
-            (device,) = values[0].devices()
-            self._exchange = BackgroundExchange(
-                self.index,
-                self.num_groups,
-                [self._exchanged(number, syncers) for number in range(len(self._fragments))],
-                self._options,
-                place=lambda outer: jax.device_put(np.asarray(outer), device),
-            )
-            adopted = self._exchange.begin(values, self._start_limit_s)
+            adopted = self._all_of_leader(lambda: self._connected(attached.specs, values))
         except BaseException:
+            self._processes = None
             self._end(leaves=False)
             raise
+        for number in range(len(fragments)):
+            self._due.setdefault(offsets[number], []).append(number)
+        self._adopts_at_once = None if processes.are_several else self._exchange
         self._write(dict(enumerate(adopted)), attached)
         log.info(
             "LocalUpdates: group %d of %d (from 0) exchanges %d fragments every %d steps through %s.",
-            self.index, self.num_groups, len(self._fragments), self._every, ", ".join(self._place.syncers),
+            self.index, self.num_groups, len(fragments), self._every, ", ".join(self._place.syncers),
         )  # fmt: skip
+
+    def _connected(
+        self, specs: Sequence[TravellingArray], values: Sequence[jax.Array]
+    ) -> Sequence[jax.Array]:
+        """Begins the exchange. Returns the outer parameters."""
+        assert self._place is not None
+        syncers = self._syncers = Syncers(self._place.syncers, self.index, self.num_groups)
+        syncers.greet(self._start_limit_s)
+        syncers.agree(self._settings(specs))
+        (device,) = values[0].devices()
+        self._exchange = BackgroundExchange(
+            self.index,
+            self.num_groups,
+            [self._exchanged(number, syncers) for number in range(len(self._fragments))],
+            self._options,
+            place=lambda outer: jax.device_put(np.asarray(outer), device),
+        )
+        return self._exchange.begin(values, self._start_limit_s)
+
+    @property
+    def _leading(self) -> BackgroundExchange:
+        assert self._exchange is not None
+        return self._exchange
+
+    def _all_of_leader(self, make: Callable[[], Sequence[jax.Array]]) -> Sequence[jax.Array]:
+        """Returns the values of all fragments that ``make`` returns in the leader of the group."""
+        assert self._processes is not None
+        made: list[jax.Array] = []
+        self._processes.agreed(lambda: made.extend(make()))
+        if not self._processes.are_several:
+            return made
+        made = made or [jnp.zeros(each.values.size) for each in self._fragments]
+        return [self._processes.shared(each) for each in made]
 
     def _fragments_of(self, specs: Sequence[TravellingArray]) -> list[_Fragment]:
         trained = [number for number, spec in enumerate(specs) if not spec.is_state]
@@ -418,25 +447,39 @@ class LocalUpdates:
             ],
         )
 
-    def _exchange_now(self, exchange: BackgroundExchange, due: Sequence[int], params: Any) -> Any:
+    def _exchange_now(self, due: Sequence[int], params: Any) -> Any:
         """Exchanges the fragments that are due, and adopts those that have arrived."""
-        attached = self._attached
+        attached, processes = self._attached, self._processes
         assert attached is not None
+        assert processes is not None
         if attached.is_pytree:
             attached.replace(params)
         elif 0 in due:
             attached.check_not_replaced()
-        adopted: dict[int, Any] = {}
-        for number in sorted({*due, *exchange.fetched}):
-            fragment = self._fragments[number]
-            own = fragment.values.flat(attached.read(fragment.numbers))
-            if number in due:
-                tokens, fragment.tokens = self._num_tokens - fragment.tokens, self._num_tokens
-                new = exchange.boundary(number, own, tokens)
-            else:
-                new = exchange.adopt(number, own)
-            if new is not own:
-                adopted[number] = new
+        own: dict[int, jax.Array] = {}
+        adopted: dict[int, jax.Array] = {}
+
+        def exchange_own() -> list[int | bool]:
+            exchange = self._leading
+            for number in sorted({*due, *exchange.fetched}):
+                fragment = self._fragments[number]
+                own[number] = fragment.values.flat(attached.read(fragment.numbers))
+                if number in due:
+                    tokens, fragment.tokens = self._num_tokens - fragment.tokens, self._num_tokens
+                    new = exchange.boundary(number, own[number], tokens)
+                else:
+                    new = exchange.adopt(number, own[number])
+                if new is not own[number]:
+                    adopted[number] = new
+            return [exchange.stops, exchange.version, *adopted]
+
+        stops, self._version, *numbers = processes.agreed(exchange_own)
+        if processes.are_several:
+            self._stops = self._stops or bool(stops)
+            for number in numbers:
+                values = adopted.get(number)
+                values = jnp.zeros(self._fragments[number].values.size) if values is None else values
+                adopted[number] = processes.shared(values)
         self._write(adopted)
         self._params = params
         if attached.is_pytree and adopted:
@@ -480,6 +523,9 @@ class LocalUpdates:
                     "parameters: params = groups.step(params, tokens=n)."
                 )
             return self.attach(params)
+        if (params is None) is self._attached.is_pytree:
+            what = "params = groups.step(params, tokens=n)" if params is None else "groups.step(tokens=n)"
+            raise InvalidArgumentError(f"{_NAME}.step: {type(self._attached.model).__name__} was attached, so write {what}.")
         return params
 
     def _check_steps(self, steps: int) -> None:
