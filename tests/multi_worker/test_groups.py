@@ -1,16 +1,16 @@
 """Groups that train alone: one of two processes beside one of one process, through a parameter server."""
 
-import threading
-
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import replicax as rx
-from replicax.testing import LocalCluster, report  # noqa: F401
+from replicax.testing import LocalCluster
 
 pytestmark = [pytest.mark.rest, pytest.mark.timeout(170)]
 
 GROUP_OF_TWO = """
+import time
 import jax.numpy as jnp, numpy as np, keras
 import replicax as rx
 
@@ -26,32 +26,50 @@ groups.attach(model)
 @rx.function
 def train(x, y):
     def step(x, y):
-        def loss(values):
-            prediction, _ = model.stateless_call(values, [], x)
-            return jnp.mean((prediction - y) ** 2)
         with rx.GradientTape() as tape:
             error = jnp.mean((model(x) - y) ** 2) / strategy.num_replicas_in_sync
-        optimizer.apply_gradients(zip(tape.gradient(error, model.trainable_variables), model.trainable_variables))
+        variables = model.trainable_variables
+        optimizer.apply_gradients(zip(tape.gradient(error, variables), variables))
     strategy.run(step, args=(x, y))
 
 of_seed = np.random.default_rng(0)
 x = of_seed.normal(size=(8, 3)).astype(np.float32)
-for number in range(40):
+for number in range(1000):
     train(x, x.sum(1, keepdims=True))
     groups.step(tokens=16)
+    time.sleep(0.01)
     if groups.should_stop:
         break
 groups.finish(60)
-rx.testing.report(steps=number, values=[np.array(each.value).tolist() for each in model.weights], **groups.statistics())
+rx.testing.report(values=[np.array(each.value).tolist() for each in model.weights], **groups.statistics())
 """
 
 
 def test_processes_of_a_group_have_equal_values_and_those_of_the_other_group(monkeypatch):
+    monkeypatch.setenv("REPLICAX_TOKEN", "of-all-tasks")
     with rx.Server({"ps": ["localhost:0"]}, "ps", 0) as server:
-        syncers = {"REPLICAX_SYNCERS": server.target.removeprefix("grpc://")}
-        with LocalCluster(2, environment={"REPLICAX_GROUP": "0/2", **syncers}, timeout_s=150) as cluster:
+        syncers = {
+            "REPLICAX_SYNCERS": server.target.removeprefix("grpc://"),
+            "REPLICAX_TOKEN": "of-all-tasks",
+        }
+        for name, value in (*syncers.items(), ("REPLICAX_GROUP", "1/2")):
+            monkeypatch.setenv(name, value)
+        groups = rx.experimental.LocalUpdates(every=4, fragments=2, compression="int8", quorum=1)
+        with (
+            LocalCluster(2, environment={"REPLICAX_GROUP": "0/2", **syncers}, timeout_s=150) as cluster,
+            groups,
+        ):
             cluster.start(GROUP_OF_TWO)
+            params = groups.attach([jnp.ones(shape) for shape in ((3, 4), (4,), (4, 1), (1,))])
+            for _ in range(8):
+                params = groups.step(params, tokens=2)
+            groups.stop()
+            params = groups.finish(100)
             results = cluster.wait()
             results.raise_if_failed()
-    reports = [result.report for result in results.values()]
-    print(reports)
+    one, other = (result.report for result in results.values())
+    assert one["values"] == other["values"]
+    assert one["steps"] == other["steps"] < 1000
+    assert one["pushes"] > 2
+    for own, value in zip(params, one["values"], strict=True):
+        np.testing.assert_array_equal(own, np.asarray(value, np.float32))
