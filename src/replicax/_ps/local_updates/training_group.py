@@ -18,7 +18,7 @@ from replicax._ps.local_updates.attached_arrays import AttachedArrays, Travellin
 from replicax._ps.local_updates.background_exchange import BackgroundExchange, ExchangedFragment
 from replicax._ps.local_updates.fragment_programs import FragmentPrograms
 from replicax._ps.local_updates.fragment_rules import ExchangeOptions
-from replicax._ps.local_updates.fragment_split import offsets_of, split_evenly
+from replicax._ps.local_updates.fragment_split import allowed_steps, offsets_of, split_evenly
 from replicax._ps.local_updates.fragment_values import FragmentValues
 from replicax._ps.local_updates.group_processes import GroupProcesses
 from replicax._ps.local_updates.group_settings import GroupSettings
@@ -116,6 +116,7 @@ class LocalUpdates:
         self._start_limit_s = settings.start_limit_s
         self._every = _at_least_1("every", every)
         self._num_fragments = _at_least_1("fragments", fragments)
+        self._allowed_steps = allowed_steps(self._every, self._num_fragments)
         self._optimizer = outer_sgd_of(outer_optimizer)
         if compression not in _COMPRESSIONS:
             raise InvalidArgumentError(
@@ -161,6 +162,11 @@ class LocalUpdates:
     def every(self) -> int:
         """The number of steps after which each fragment is exchanged."""
         return self._every
+
+    @property
+    def allowed_steps(self) -> Sequence[int]:
+        """The numbers that ``steps`` of a call of ``step`` may have, and ``steps_per_execution`` of a Keras model."""
+        return self._allowed_steps
 
     @property
     def steps(self) -> int:
@@ -350,6 +356,7 @@ class LocalUpdates:
         self._fragments, self._processes = fragments, processes
         try:
             adopted = self._all_of_leader(lambda: self._connected(attached.specs, values))
+            self._version = processes.agreed(lambda: self._leading.version)
         except BaseException:
             self._processes = None
             self._end(leaves=False)
@@ -525,17 +532,17 @@ class LocalUpdates:
             return self.attach(params)
         if (params is None) is self._attached.is_pytree:
             what = "params = groups.step(params, tokens=n)" if params is None else "groups.step(tokens=n)"
-            raise InvalidArgumentError(f"{_NAME}.step: {type(self._attached.model).__name__} was attached, so write {what}.")
+            raise InvalidArgumentError(
+                f"{_NAME}.step: {type(self._attached.model).__name__} was attached, so write {what}."
+            )
         return params
 
     def _check_steps(self, steps: int) -> None:
-        common = math.gcd(self._every, *self._due)
-        if steps < 1 or common % steps:
-            allowed = [str(each) for each in range(1, common + 1) if not common % each]
+        if steps not in self.allowed_steps:
             raise InvalidArgumentError(
                 f"{_NAME}.step(steps={steps}): with every={self._every} and fragments={self._num_fragments} there is a "
-                f"boundary within so many steps. Allowed are {', '.join(allowed)}; or choose `every` and `fragments` so that "
-                f"every / fragments is a multiple of {max(steps, 1)}."
+                f"boundary within so many steps. Allowed are {', '.join(map(str, self.allowed_steps))}; or choose `every` and "
+                f"`fragments` so that every / fragments is a multiple of {max(steps, 1)}."
             )
 
 
