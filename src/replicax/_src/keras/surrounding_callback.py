@@ -14,10 +14,15 @@ import keras
 
 from replicax._src.keras import internals
 from replicax._src.keras.overriding import overridden
+from replicax._src.values.framework import use_imported
 
 
 class SurroundingCallback(keras.callbacks.Callback, abc.ABC):
     """A callback that Keras calls before the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        use_imported()  # so that `fit` calls `in_fit` outside of every scope too
 
     @abc.abstractmethod
     def around_fit(self, others: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
