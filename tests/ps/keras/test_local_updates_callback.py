@@ -200,7 +200,7 @@ def test_bad_arguments_say_what_to_write(group):
     with pytest.raises(InvalidArgumentError, match=r"LocalUpdatesCallback\(rx.experimental.LocalUpdates"):
         rx.keras.callbacks.LocalUpdatesCallback(2)
     groups = group(0, 1, every=4, fragments=2)
-    with pytest.raises(InvalidArgumentError, match="Allowed are 1, 2;.*multiple of 4"):
+    with pytest.raises(InvalidArgumentError, match=r"Allowed are 1, 2;.*multiple of 4"):
         fit(model_of(0, steps_per_execution=4), groups)
     with pytest.raises(UnsupportedError, match="SwapEMAWeights"):
         fit(model_of(0), groups, keras.callbacks.SwapEMAWeights())

@@ -72,7 +72,7 @@ class LocalUpdatesCallback(SurroundingCallback):
         self._version = 0
 
     @contextlib.contextmanager
-    def around_fit(self, others: Sequence[Any]) -> Iterator[None]:
+    def around_fit(self, others: Sequence[keras.callbacks.Callback]) -> Iterator[None]:
         """Surrounds a ``fit`` with these other callbacks. Private."""
         if self._fit is not None:
             raise ContextError("This LocalUpdatesCallback is used by a fit that has not ended.")
@@ -88,7 +88,7 @@ class LocalUpdatesCallback(SurroundingCallback):
             self._outer.close()
             self._fit = self._fitted = self._new = None
 
-    def keeping_values(self) -> contextlib.AbstractContextManager[Any]:
+    def keeping_values(self) -> contextlib.AbstractContextManager[object]:
         """Surrounds what ``ModelCheckpoint`` saves, and what ``EarlyStopping`` keeps. Private."""
         return self._groups.outer() if self._is_attached else contextlib.nullcontext()
 
@@ -101,7 +101,8 @@ class LocalUpdatesCallback(SurroundingCallback):
                 "LocalUpdatesCallback works only as a callback passed to fit(). In your own loops call groups.attach, "
                 "groups.step and groups.finish."
             )
-        model = self._fitted = self.model
+        model: Any = self.model
+        self._fitted = model
         steps, allowed = max(1, int(model.steps_per_execution)), self._groups.allowed_steps
         if steps not in allowed:
             raise InvalidArgumentError(

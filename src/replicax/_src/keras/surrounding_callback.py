@@ -8,16 +8,20 @@ from __future__ import annotations
 import abc
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import keras
+from keras.callbacks import Callback
 
 from replicax._src.keras import internals
 from replicax._src.keras.overriding import overridden
 from replicax._src.values.framework import use_imported
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
-class SurroundingCallback(keras.callbacks.Callback, abc.ABC):
+
+class SurroundingCallback(Callback, abc.ABC):
     """A callback that Keras calls before the others."""
 
     def __init__(self) -> None:
@@ -25,16 +29,16 @@ class SurroundingCallback(keras.callbacks.Callback, abc.ABC):
         use_imported()  # so that `fit` calls `in_fit` outside of every scope too
 
     @abc.abstractmethod
-    def around_fit(self, others: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+    def around_fit(self, others: Sequence[Callback]) -> contextlib.AbstractContextManager[object]:
         """Surrounds a ``fit`` with these other callbacks. Private."""
 
     @abc.abstractmethod
-    def keeping_values(self) -> contextlib.AbstractContextManager[Any]:
+    def keeping_values(self) -> contextlib.AbstractContextManager[object]:
         """Surrounds what ``ModelCheckpoint`` saves, and what ``EarlyStopping`` keeps. Private."""
 
 
 @contextlib.contextmanager
-def in_fit(callbacks: list[Any]) -> Iterator[list[Any]]:
+def in_fit(callbacks: list[Callback]) -> Iterator[list[Callback]]:
     """Yields the callbacks for the ``fit`` that runs inside the block."""
     ours = [one for one in callbacks if isinstance(one, SurroundingCallback)]
     if not ours:
@@ -51,7 +55,7 @@ def in_fit(callbacks: list[Any]) -> Iterator[list[Any]]:
         yield [*ours, *others]
 
 
-def _keeping(callback: Any) -> Sequence[str]:
+def _keeping(callback: Callback) -> Sequence[str]:
     """Returns the methods of a callback that save or keep the model's values."""
     if isinstance(callback, keras.callbacks.ModelCheckpoint):
         return (internals.SAVE,)
@@ -61,9 +65,9 @@ def _keeping(callback: Any) -> Sequence[str]:
 
 
 def _inside(
-    context: Callable[[], contextlib.AbstractContextManager[Any]], method: Callable[..., Any]
-) -> Callable[..., Any]:
-    def inside(*args: Any, **kwargs: Any) -> Any:
+    context: Callable[[], contextlib.AbstractContextManager[object]], method: Callable[_P, _R]
+) -> Callable[_P, _R]:
+    def inside(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         with context():
             return method(*args, **kwargs)
 
