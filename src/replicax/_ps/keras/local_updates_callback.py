@@ -99,7 +99,7 @@ class LocalUpdatesCallback(SurroundingCallback):
         if self._fit is None:
             raise ContextError(
                 "LocalUpdatesCallback works only as a callback passed to fit(). In your own loops call groups.attach, "
-                "groups.step and groups.finish."
+                "groups.step and groups.finish. In a fit: import keras before LocalUpdates is made."
             )
         model: Any = self.model
         self._fitted = model

@@ -26,6 +26,7 @@ from replicax._ps.local_updates.outer_optimizer import OuterSgd, outer_sgd_of
 from replicax._ps.local_updates.syncers import Syncers
 from replicax._src.program_kit.cluster_tasks import ServerSettings
 from replicax._src.program_kit.errors import ContextError, InvalidArgumentError
+from replicax._src.program_kit.variables import use_imported
 
 log = logging.getLogger("replicax")
 _NAME: Final = "rx.experimental.LocalUpdates"
@@ -111,6 +112,7 @@ class LocalUpdates:
         grace_s: float | None = None,
         patience_s: float = 60.0,
     ):
+        use_imported()  # `model.fit` is looked up before a callback is made in its call
         settings = ServerSettings()
         self._place = settings.group
         self._start_limit_s = settings.start_limit_s
