@@ -354,6 +354,7 @@ class LocalUpdates:
             self._processes = None
             self._end(leaves=False)
             raise
+        jax.block_until_ready([each - each + each for each in adopted])  # compiled now, and not at a boundary
         for number in range(len(fragments)):
             self._due.setdefault(offsets[number], []).append(number)
         self._adopts_at_once = None if processes.are_several else self._exchange
