@@ -192,6 +192,10 @@ class FragmentRules:
         """The version of the outer parameters that were adopted last; 0 before the first."""
         return 0 if self._adopted is None else self._adopted[1]
 
+    def tokens_of(self, number: int) -> int:
+        """Returns the rows of a push that is in no adopted version."""
+        return self._tokens_of[number]
+
     # --- pushes -------------------------------------------------------------------------------------
 
     @property

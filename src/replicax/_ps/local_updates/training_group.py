@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import operator
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Self, final
@@ -23,11 +24,13 @@ from replicax._ps.local_updates.fragment_values import FragmentValues
 from replicax._ps.local_updates.group_processes import GroupProcesses
 from replicax._ps.local_updates.group_settings import GroupSettings
 from replicax._ps.local_updates.outer_optimizer import OuterSgd, outer_sgd_of
+from replicax._ps.local_updates.replay_file import ReplayWriter
 from replicax._ps.local_updates.syncers import Syncers
 from replicax._src.program_kit.cluster_tasks import ServerSettings
 from replicax._src.program_kit.errors import ContextError, InvalidArgumentError
+from replicax._src.program_kit.texts import path_of
 
-log = logging.getLogger("replicax")
+_logger = logging.getLogger("replicax")
 _NAME: Final = "rx.experimental.LocalUpdates"
 _COMPRESSIONS: Final = ("int8", None)
 _MEAN: Final = OuterSgd(1.0, 0.0, is_nesterov=False)
@@ -84,6 +87,8 @@ class LocalUpdates:
       grace_s: The seconds that a round with a quorum waits for the other groups that are alive; None takes them from
         the time between two exchanges.
       patience_s: The seconds after which a group that has sent nothing no longer counts as alive.
+      log: The file of the replay log of this group, to which each process of it appends. None is ``replay.log`` in
+        ``REPLICAX_CHECKPOINT_DIR`` if that is set, and no log otherwise.
 
     Raises:
       InvalidArgumentError: An argument is not allowed.
@@ -110,8 +115,10 @@ class LocalUpdates:
         compression: str | None = None,
         grace_s: float | None = None,
         patience_s: float = 60.0,
+        log: str | os.PathLike[str] | None = None,
     ):
         settings = ServerSettings()
+        self._log_path = settings.replay_file if log is None else path_of(log, "log", "replay.log")
         self._place = settings.group
         self._start_limit_s = settings.start_limit_s
         self._every = _at_least_1("every", every)
@@ -139,11 +146,12 @@ class LocalUpdates:
         self._processes: GroupProcesses | None = None
         self._syncers: Syncers | None = None
         self._exchange: BackgroundExchange | None = None  # None in the processes that do not lead
+        self._log: ReplayWriter | None = None
         self._adopts_at_once: BackgroundExchange | None = None
         self._num_steps = self._num_tokens = self._version = 0
         self._stops = self._is_finished = self._is_closed = self._is_outer = False
         if self._place is None:
-            log.info(
+            _logger.info(
                 "LocalUpdates: REPLICAX_GROUP is not set, so this program trains as one group. Nothing is exchanged."
             )
 
@@ -359,7 +367,7 @@ class LocalUpdates:
             self._due.setdefault(offsets[number], []).append(number)
         self._adopts_at_once = None if processes.are_several else self._exchange
         self._write(dict(enumerate(adopted)), attached)
-        log.info(
+        _logger.info(
             "LocalUpdates: group %d of %d (from 0) exchanges %d fragments every %d steps through %s.",
             self.index, self.num_groups, len(fragments), self._every, ", ".join(self._place.syncers),
         )  # fmt: skip
@@ -379,8 +387,31 @@ class LocalUpdates:
             [self._exchanged(number, syncers) for number in range(len(self._fragments))],
             self._options,
             place=lambda outer: jax.device_put(np.asarray(outer), device),
+            log_of=None if self._log_path is None else self._replay_log,
         )
         return self._exchange.begin(values, self._start_limit_s)
+
+    def _replay_log(self, owner: int) -> ReplayWriter:
+        assert self._log_path is not None
+        header = {
+            "group": self.index,
+            "num_groups": self.num_groups,
+            "owner": owner,
+            "every": self._every,
+            "compression": self._compression,
+            "fragments": [
+                {
+                    "arrays": list(each.numbers),
+                    "size": each.values.size,
+                    "rate": each.optimizer.rate,
+                    "decay": each.optimizer.decay,
+                    "is_nesterov": each.optimizer.is_nesterov,
+                }
+                for each in self._fragments
+            ],
+        }
+        self._log = ReplayWriter(self._log_path, header)
+        return self._log
 
     @property
     def _leading(self) -> BackgroundExchange:
@@ -462,6 +493,8 @@ class LocalUpdates:
 
         def exchange_own() -> list[int | bool]:
             exchange = self._leading
+            if self._log is not None:
+                self._log.step = self._num_steps
             for number in sorted({*due, *exchange.fetched}):
                 fragment = self._fragments[number]
                 own[number] = fragment.values.flat(attached.read(fragment.numbers))
@@ -526,7 +559,9 @@ class LocalUpdates:
             return self.attach(params)
         if (params is None) is self._attached.is_pytree:
             what = "params = groups.step(params, tokens=n)" if params is None else "groups.step(tokens=n)"
-            raise InvalidArgumentError(f"{_NAME}.step: {type(self._attached.model).__name__} was attached, so write {what}.")
+            raise InvalidArgumentError(
+                f"{_NAME}.step: {type(self._attached.model).__name__} was attached, so write {what}."
+            )
         return params
 
     def _check_steps(self, steps: int) -> None:
