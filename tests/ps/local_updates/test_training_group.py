@@ -176,6 +176,9 @@ def test_nnx_models_and_variables_are_assigned_and_one_group_stops_all(group):
     finished(groups)
     assert groups[0].should_stop
     np.testing.assert_array_equal(model.bias[...], [1.0, 2.0])
+    again = group(0, 2)  # the next job on these servers begins anew
+    assert again.attach({"w": jnp.ones(3)})["w"].tolist() == [1.0, 1.0, 1.0]
+    assert not again.should_stop
 
 
 def test_program_without_groups_runs_unchanged_and_says_so(monkeypatch, caplog):

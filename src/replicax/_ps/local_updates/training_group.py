@@ -301,6 +301,7 @@ class LocalUpdates:
         if self._processes is not None:
             self._exchange_now(range(len(self._fragments)), self._params)
             values = self._all_of_leader(lambda: self._leading.finish(timeout_s))
+            self._version = self._processes.agreed(lambda: self._leading.version)
             self._write(dict(enumerate(values)))
             self._params = self._attached.tree if self._attached.is_pytree else None
         self._is_finished = True
@@ -372,6 +373,7 @@ class LocalUpdates:
         for number in range(len(fragments)):
             self._due.setdefault(offsets[number], []).append(number)
         self._adopts_at_once = None if processes.are_several else self._exchange
+        self._version = processes.agreed(lambda: self._leading.version)
         self._write(dict(enumerate(adopted)), attached)
         _logger.info(
             "LocalUpdates: group %d of %d (from 0) exchanges %d fragments every %d steps through %s.",
