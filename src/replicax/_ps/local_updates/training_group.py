@@ -248,7 +248,10 @@ class LocalUpdates:
             self._check_steps(steps)
         self._num_tokens += count
         self._num_steps += steps
-        due = self._due.get(self._num_steps % self._every, ())
+        due: Sequence[int] = self._due.get(self._num_steps % self._every, ())
+        if steps != 1 and not due:  # calls with different numbers of steps
+            passed = range(self._num_steps - steps + 1, self._num_steps)
+            due = [each for number in passed for each in self._due.get(number % self._every, ())]
         if due or (self._adopts_at_once is not None and self._adopts_at_once.fetched):
             return self._exchange_now(due, params)
         self._params = params
@@ -547,10 +550,12 @@ class LocalUpdates:
 
     def _end(self, *, leaves: bool) -> None:
         self._is_closed = True
+        if self._syncers is not None and not leaves:
+            self._syncers.close(leaves=False)  # requests that wait for a syncer fail now
         if self._exchange is not None:
             self._exchange.close()
-        if self._syncers is not None:
-            self._syncers.close(leaves=leaves)
+        if self._syncers is not None and leaves:
+            self._syncers.close(leaves=True)
 
     # --- checks -----------------------------------------------------------------------------------------
 
