@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
 import replicax as rx
-from replicax._ps.local_updates.outer_optimizer import OuterSgd, outer_sgd_of
+from replicax._ps.local_updates.outer_optimizer import OuterSgd, outer_optimizer_of
+from replicax._ps.local_updates.replay_file import ReplayKind, read_replay_file
 from replicax.errors import ClusterEnvironmentError, ContextError, InvalidArgumentError, UnavailableError
 
 WAIT_S = 60.0
@@ -59,7 +61,7 @@ def finished(groups):
     return together(*(lambda each=each: each.finish(WAIT_S) for each in groups))
 
 
-def test_groups_that_wait_at_each_step_compute_what_one_device_computes(group):
+def test_groups_that_wait_at_each_step_compute_what_one_device_computes(group, tmp_path):
     rows, num_steps = (5, 2, 1), 20
     of_seed = np.random.default_rng(0)
     x, y = (of_seed.normal(size=(num_steps, sum(rows), width)).astype(np.float32) for width in (4, 2))
@@ -86,7 +88,10 @@ def test_groups_that_wait_at_each_step_compute_what_one_device_computes(group):
             params = groups[number].wait(WAIT_S)
         return groups[number].finish(WAIT_S)
 
-    groups = [group(number, 3, every=1, quorum=3, fragments=2) for number in range(3)]
+    groups = [
+        group(number, 3, every=1, quorum=3, fragments=2, log=tmp_path / f"{number}.log")
+        for number in range(3)
+    ]
     attached = [each.attach({**first, "w": first["w"] + number}) for number, each in enumerate(groups)]
     results = together(*(lambda number=number: train(number, attached) for number in range(3)))
     expected = first
@@ -97,6 +102,19 @@ def test_groups_that_wait_at_each_step_compute_what_one_device_computes(group):
         np.testing.assert_allclose(result["b"], expected["b"], rtol=1e-6, atol=1e-6)
         assert result["seed"] == 7 + num_steps  # integers stay in the group
     assert groups[0].version == num_steps
+    for number in range(3):
+        (logged,) = read_replay_file(tmp_path / f"{number}.log")
+        assert (logged.header["group"], logged.header["every"]) == (number, 1)
+        of_first = [record for record in logged.records if not record.fragment]
+        taken = [record.step for record in of_first if record.kind is ReplayKind.TAKEN]
+        closed = [record for record in of_first if record.kind is ReplayKind.CLOSED]
+        adopted = [record for record in of_first if record.kind is ReplayKind.ADOPTED]
+        assert taken[:num_steps] == [*range(1, num_steps + 1)]
+        assert [record.version for record in closed] == [*range(1, num_steps + 1)]
+        assert {(record.members, record.tokens) for record in closed} == {(0b111, sum(rows))}
+        assert [(record.step, record.version) for record in adopted[: num_steps + 1]] == [
+            (number, number) for number in range(num_steps + 1)
+        ]
 
 
 def keras_model(seed):
@@ -117,6 +135,7 @@ def values_of(model):
     return [np.array(weight.value) for weight in model.weights]
 
 
+@pytest.mark.rest
 def test_keras_models_on_several_devices_begin_alike_and_end_with_the_mean_by_rows(group):
     strategies = [rx.MirroredStrategy(["cpu:0", "cpu:1"]), rx.OneDeviceStrategy("cpu:2")]
     models = []
@@ -158,6 +177,9 @@ def test_nnx_models_and_variables_are_assigned_and_one_group_stops_all(group):
     finished(groups)
     assert groups[0].should_stop
     np.testing.assert_array_equal(model.bias[...], [1.0, 2.0])
+    again = group(0, 2)  # the next job on these servers begins anew
+    assert again.attach({"w": jnp.ones(3)})["w"].tolist() == [1.0, 1.0, 1.0]
+    assert not again.should_stop
 
 
 def test_program_without_groups_runs_unchanged_and_says_so(monkeypatch, caplog):
@@ -174,6 +196,8 @@ def test_program_without_groups_runs_unchanged_and_says_so(monkeypatch, caplog):
     groups.stop()
     assert groups.should_stop
     np.testing.assert_array_equal(groups.finish()["w"], np.full(3, 3.0))
+    with pytest.raises(ContextError, match="finish was called twice"):
+        groups.finish()
 
 
 def test_bad_arguments_say_what_to_write(group):
@@ -197,7 +221,7 @@ def test_bad_arguments_say_what_to_write(group):
         one.attach({"n": jnp.zeros(2, jnp.int32)})
     with pytest.raises(ContextError, match="nothing was attached"):
         one.step(tokens=1)
-    assert outer_sgd_of(keras.optimizers.SGD(0.5, momentum=0.25)) == OuterSgd(0.5, 0.25, False)
+    assert outer_optimizer_of(keras.optimizers.SGD(0.5, momentum=0.25)) == OuterSgd(0.5, 0.25, False)
 
 
 def test_bad_calls_say_what_to_write(group):
@@ -231,6 +255,7 @@ def test_bad_calls_say_what_to_write(group):
     [
         ({}, 3, r"parameter 0 is float32\[3\].*in group 1, and float32\[2\].*in group 0"),
         ({"every": 7}, 2, "every is 7 in group 1, and 5 in group 0"),
+        ({"outer_optimizer": optax.adam(0.1)}, 2, "outer_optimizer is the program"),
         ({"outer_optimizer": None}, 2, "outer_optimizer is SGD"),
     ],
 )

@@ -21,7 +21,7 @@ from replicax._ps.local_updates.fragment_programs import FragmentPrograms, state
 from replicax._ps.local_updates.fragment_rules import ExchangeOptions
 from replicax._ps.local_updates.int8_blocks import encoded
 from replicax._ps.local_updates.member_rules import MemberRules
-from replicax._ps.local_updates.round_state import RoundState
+from replicax._ps.local_updates.replay_file import ReplayWriter, checksum_of
 from replicax._ps.local_updates.unmerged_progress import UnmergedProgress
 from replicax._ps.programs.programs import UpdateProgram
 from replicax._ps.transport.messages import Message
@@ -68,6 +68,7 @@ class BackgroundExchange:
       options: How groups exchange.
       tick_s: The seconds between two looks at the servers.
       place: Puts outer parameters where the group computes, in a thread of the exchange.
+      log_of: Makes the log for a replay, given the number that stands for this process; None for no log.
 
     Attributes:
       fetched: The fragments of which outer parameters were fetched, and not adopted yet: see ``adopt``.
@@ -82,11 +83,16 @@ class BackgroundExchange:
         *,
         tick_s: float = 0.1,
         place: Callable[[np.ndarray], Any] = np.asarray,
+        log_of: Callable[[int], ReplayWriter] | None = None,
     ):
         self.fetched: Sequence[int] = ()
         self._place = place
         self._member, self._fragments, self._tick_s = member, fragments, tick_s
         self._owner = 1 + secrets.randbelow(_MAX_NUMBER)
+        self._log = None if log_of is None else log_of(self._owner)
+        self._instances: dict[int, str] = {}  # that answered last
+        self._checksums: dict[int, int] = {}  # of the outer parameters
+        self._closed_before: dict[tuple[int, str], int] = {}  # the last version that was noted
         self._rules = MemberRules(member, num_members, len(fragments), self._owner, options, time.monotonic())
         self._changed = threading.Condition()
         self._values: list[Any] = []
@@ -209,6 +215,8 @@ class BackgroundExchange:
             self._is_closed = True
             self._changed.notify_all()
         self._pool.shutdown(cancel_futures=True)
+        if self._log is not None:
+            self._log.close()
         if self._ticker.ident is not None:
             self._ticker.join()
 
@@ -234,7 +242,14 @@ class BackgroundExchange:
                 case actions.TakeProgress(fragment, number):
                     self._progress[fragment].take(number, self._values[fragment])
                     self._counts["pushes"] += 1
-                case actions.AdoptOuter(fragment, _, _, keeps, returns, drops):
+                    if self._log is not None:
+                        self._log.taken(fragment, number, self._rules.tokens_of(fragment, number))
+                case actions.AdoptOuter(fragment, instance, version, keeps, returns, drops):
+                    if self._log is not None:
+                        checksum = self._checksums[fragment]
+                        self._log.adopted(
+                            fragment, version, instance, checksum, keeps=keeps, returns=returns, drops=drops
+                        )
                     self._values[fragment] = self._progress[fragment].adopt(
                         self._values[fragment],
                         self._outer[fragment],
@@ -255,8 +270,9 @@ class BackgroundExchange:
                     self._fail(InvalidArgumentError(_REPLACED.format(self._member)))
                 case actions.ExchangeDone():
                     self._is_done = True
-                case actions.NoteLanding():
-                    pass
+                case actions.NoteLanding(fragment, number, version):
+                    if self._log is not None:
+                        self._log.landed(fragment, number, version, self._instances[fragment])
                 case _ if not self._is_closed:
                     self._submit(action)
         self.fetched = self._rules.fetched
@@ -292,10 +308,14 @@ class BackgroundExchange:
 
     def _carry_out(self, action: Any, payload: Any) -> None:
         """Carries out one request, and hands its outcome to the rules."""
+        outer, checksum = None, 0
         try:
-            instance, state, fetched = self._answer(action, payload)
-            answer = instance, state, None if fetched is None else self._place(fetched)
+            answer = self._answer(action, payload)
             is_absent = False
+            if isinstance(action, actions.FetchOuter):
+                fetched = np.array(answer.arrays[1])
+                checksum = 0 if self._log is None else checksum_of(fetched)
+                outer = self._place(fetched)
         except InvalidArgumentError as error:
             if isinstance(action, actions.ClaimSlot):  # other groups have another fragment
                 with self._changed:
@@ -313,12 +333,25 @@ class BackgroundExchange:
             if answer is None:
                 self._do(self._rules.failed(action.fragment, is_absent=is_absent))
                 return
-            instance, state, outer = answer
+            fragment, instance = action.fragment, answer.header["versions"][0][0]
+            self._instances[fragment] = instance
             if outer is not None:
-                self._outer[action.fragment] = outer
-            self._do(self._rules.answered(action.fragment, instance, state, time.monotonic()))
+                self._outer[fragment], self._checksums[fragment] = outer, checksum
+                self._note_closed(fragment, instance, answer.arrays[2:])
+            state = state_of(np.asarray(answer.arrays[0]))
+            self._do(self._rules.answered(fragment, instance, state, time.monotonic()))
 
-    def _answer(self, action: actions.Action, payload: Any) -> tuple[str, RoundState, np.ndarray | None]:
+    def _note_closed(self, fragment: int, instance: str, fetched: Sequence[Any]) -> None:
+        """Logs the rounds that have closed since the last fetch."""
+        for history in fetched:
+            before = self._closed_before.get((fragment, instance), 0)
+            rows = sorted(row for row in np.asarray(history).tolist() if row[0] > before)
+            for row in rows:
+                assert self._log is not None
+                self._log.closed(fragment, instance, row)
+                self._closed_before[fragment, instance] = row[0]
+
+    def _answer(self, action: actions.Action, payload: Any) -> Message:
         match action:
             case actions.ClaimSlot(fragment, expected):
                 self._create(self._fragments[fragment], payload)
@@ -341,7 +374,8 @@ class BackgroundExchange:
                 )
                 return self._step(fragment, each.programs.close, operands)
             case actions.FetchOuter(fragment):
-                return self._step(fragment, None, [], fetches=True)
+                names = ("rounds", "theta") if self._log is None else ("rounds", "theta", "history")
+                return self._step(fragment, None, [], names)
             case actions.ReadRound(fragment):
                 return self._step(fragment, None, [])
         raise AssertionError(action)
@@ -351,21 +385,19 @@ class BackgroundExchange:
         fragment: int,
         program: UpdateProgram | None,
         operands: Sequence[np.ndarray],
-        *,
-        fetches: bool = False,
-    ) -> tuple[str, RoundState, np.ndarray | None]:
+        names: Sequence[str] = ("rounds",),
+    ) -> Message:
+        """Runs a program, and reads shards."""
         each = self._fragments[fragment]
         shards = each.programs.shards
-        pull = [[shards[name][0], None] for name in (("rounds", "theta") if fetches else ("rounds",))]
+        pull = [[shards[name][0], None] for name in names]
         header = {"op": "step", "closure": None, "program": program and program.digest, "pull": pull}
         try:
-            answer = each.ask(Message(header, list(operands)))
+            return each.ask(Message(header, list(operands)))
         except UnknownProgramError:
             assert program is not None
             _send_program(each.ask, program)
-            answer = each.ask(Message(header, list(operands)))
-        outer = np.array(answer.arrays[1]) if fetches else None
-        return answer.header["versions"][0][0], state_of(np.asarray(answer.arrays[0])), outer
+            return each.ask(Message(header, list(operands)))
 
     def _create(self, each: ExchangedFragment, theta: Any) -> None:
         """Creates the fragment if it is absent."""
@@ -387,7 +419,7 @@ class BackgroundExchange:
         for name, (key, shape, dtype) in each.programs.shards.items():
             initial = "array"
             if name not in values:
-                zeros = each.programs.zeros(name)
+                zeros = each.programs.initial(name)
                 _send_program(each.ask, zeros)
                 initial = zeros.digest
             described.append({"key": key, "shape": list(shape), "dtype": dtype.name, "initial": initial})

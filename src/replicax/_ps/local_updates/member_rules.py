@@ -68,6 +68,10 @@ class MemberRules:
         """The number of rounds that all adopted outer parameters have."""
         return min(each.adopted_version for each in self._fragments)
 
+    def tokens_of(self, fragment: int, number: int) -> int:
+        """Returns the rows of a push that is in no adopted version."""
+        return self._fragments[fragment].tokens_of(number)
+
     def adopt(self, fragment: int) -> list[Action]:
         """The group can take values between two boundaries: adopts what was fetched of a fragment."""
         return self._fragments[fragment].adopt()

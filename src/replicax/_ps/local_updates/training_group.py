@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import operator
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Self, final
@@ -22,13 +23,20 @@ from replicax._ps.local_updates.fragment_split import allowed_steps, offsets_of,
 from replicax._ps.local_updates.fragment_values import FragmentValues
 from replicax._ps.local_updates.group_processes import GroupProcesses
 from replicax._ps.local_updates.group_settings import GroupSettings
-from replicax._ps.local_updates.outer_optimizer import OuterSgd, outer_sgd_of
+from replicax._ps.local_updates.outer_optimizer import (
+    OuterOptimizer,
+    OuterSgd,
+    OuterTransformation,
+    outer_optimizer_of,
+)
+from replicax._ps.local_updates.replay_file import ReplayWriter
 from replicax._ps.local_updates.syncers import Syncers
 from replicax._src.program_kit.cluster_tasks import ServerSettings
 from replicax._src.program_kit.errors import ContextError, InvalidArgumentError
+from replicax._src.program_kit.texts import path_of
 from replicax._src.program_kit.variables import use_imported
 
-log = logging.getLogger("replicax")
+_logger = logging.getLogger("replicax")
 _NAME: Final = "rx.experimental.LocalUpdates"
 _COMPRESSIONS: Final = ("int8", None)
 _MEAN: Final = OuterSgd(1.0, 0.0, is_nesterov=False)
@@ -49,7 +57,7 @@ class _Fragment:
 
     numbers: Sequence[int]
     values: FragmentValues
-    optimizer: OuterSgd
+    optimizer: OuterOptimizer
     tokens: int = field(default=0)
 
 
@@ -76,7 +84,8 @@ class LocalUpdates:
     Args:
       every: The number of steps after which each fragment is exchanged.
       outer_optimizer: The update of a round: a ``keras.optimizers.SGD`` with a learning rate that is a number, momentum
-        and nesterov. None is SGD(1.0, momentum=0.5, nesterov=True).
+        and nesterov; or a transformation of optax, to which each fragment is one vector. None is SGD(1.0, momentum=0.5,
+        nesterov=True).
       fragments: The number of fragments of the parameters, which are exchanged one after the other: every 30 steps in 4
         fragments sends one of them every 7 or 8 steps.
       quorum: The number of groups that a round waits for, of those that are alive; all others have some time to follow.
@@ -85,6 +94,8 @@ class LocalUpdates:
       grace_s: The seconds that a round with a quorum waits for the other groups that are alive; None takes them from
         the time between two exchanges.
       patience_s: The seconds after which a group that has sent nothing no longer counts as alive.
+      log: The file of the replay log of this group, to which each process of it appends. None is ``replay.log`` in
+        ``REPLICAX_CHECKPOINT_DIR`` if that is set, and no log otherwise.
 
     Raises:
       InvalidArgumentError: An argument is not allowed.
@@ -111,15 +122,17 @@ class LocalUpdates:
         compression: str | None = None,
         grace_s: float | None = None,
         patience_s: float = 60.0,
+        log: str | os.PathLike[str] | None = None,
     ):
         use_imported()  # `model.fit` is looked up before a callback is made in its call
         settings = ServerSettings()
+        self._log_path = settings.replay_file if log is None else path_of(log, "log", "replay.log")
         self._place = settings.group
         self._start_limit_s = settings.start_limit_s
         self._every = _at_least_1("every", every)
         self._num_fragments = _at_least_1("fragments", fragments)
         self._allowed_steps = allowed_steps(self._every, self._num_fragments)
-        self._optimizer = outer_sgd_of(outer_optimizer)
+        self._optimizer = outer_optimizer_of(outer_optimizer)
         if compression not in _COMPRESSIONS:
             raise InvalidArgumentError(
                 f"{_NAME}(compression={compression!r}): it must be 'int8' or None (float32)."
@@ -142,11 +155,12 @@ class LocalUpdates:
         self._processes: GroupProcesses | None = None
         self._syncers: Syncers | None = None
         self._exchange: BackgroundExchange | None = None  # None in the processes that do not lead
+        self._log: ReplayWriter | None = None
         self._adopts_at_once: BackgroundExchange | None = None
         self._num_steps = self._num_tokens = self._version = 0
         self._stops = self._is_finished = self._is_closed = self._is_outer = False
         if self._place is None:
-            log.info(
+            _logger.info(
                 "LocalUpdates: REPLICAX_GROUP is not set, so this program trains as one group. Nothing is exchanged."
             )
 
@@ -242,7 +256,10 @@ class LocalUpdates:
             self._check_steps(steps)
         self._num_tokens += count
         self._num_steps += steps
-        due = self._due.get(self._num_steps % self._every, ())
+        due: Sequence[int] = self._due.get(self._num_steps % self._every, ())
+        if steps != 1 and not due:  # calls with different numbers of steps
+            passed = range(self._num_steps - steps + 1, self._num_steps)
+            due = [each for number in passed for each in self._due.get(number % self._every, ())]
         if due or (self._adopts_at_once is not None and self._adopts_at_once.fetched):
             return self._exchange_now(due, params)
         self._params = params
@@ -295,6 +312,7 @@ class LocalUpdates:
         if self._processes is not None:
             self._exchange_now(range(len(self._fragments)), self._params)
             values = self._all_of_leader(lambda: self._leading.finish(timeout_s))
+            self._version = self._processes.agreed(lambda: self._leading.version)
             self._write(dict(enumerate(values)))
             self._params = self._attached.tree if self._attached.is_pytree else None
         self._is_finished = True
@@ -363,11 +381,13 @@ class LocalUpdates:
             self._processes = None
             self._end(leaves=False)
             raise
+        jax.block_until_ready([each - each + each for each in adopted])  # compiled now, and not at a boundary
         for number in range(len(fragments)):
             self._due.setdefault(offsets[number], []).append(number)
         self._adopts_at_once = None if processes.are_several else self._exchange
+        self._version = processes.agreed(lambda: self._leading.version)
         self._write(dict(enumerate(adopted)), attached)
-        log.info(
+        _logger.info(
             "LocalUpdates: group %d of %d (from 0) exchanges %d fragments every %d steps through %s.",
             self.index, self.num_groups, len(fragments), self._every, ", ".join(self._place.syncers),
         )  # fmt: skip
@@ -387,8 +407,31 @@ class LocalUpdates:
             [self._exchanged(number, syncers) for number in range(len(self._fragments))],
             self._options,
             place=lambda outer: jax.device_put(np.asarray(outer), device),
+            log_of=None if self._log_path is None else self._replay_log,
         )
         return self._exchange.begin(values, self._start_limit_s)
+
+    def _replay_log(self, owner: int) -> ReplayWriter:
+        assert self._log_path is not None
+        header = {
+            "group": self.index,
+            "num_groups": self.num_groups,
+            "owner": owner,
+            "every": self._every,
+            "compression": self._compression,
+            "fragments": [
+                {
+                    "arrays": list(each.numbers),
+                    "size": each.values.size,
+                    "outer_optimizer": str(each.optimizer)
+                    if isinstance(each.optimizer, OuterSgd)
+                    else "optax",
+                }
+                for each in self._fragments
+            ],
+        }
+        self._log = ReplayWriter(self._log_path, header)
+        return self._log
 
     @property
     def _leading(self) -> BackgroundExchange:
@@ -431,17 +474,27 @@ class LocalUpdates:
 
     def _exchanged(self, number: int, syncers: Syncers) -> ExchangedFragment:
         fragment = self._fragments[number]
-        programs = FragmentPrograms(
-            f"local updates/{number}",
-            fragment.values.size,
-            self.num_groups,
-            is_nesterov=fragment.optimizer.is_nesterov,
-            is_compressed=self._compression is not None,
-        )
         ask = syncers.asking(number % len(syncers))
-        return ExchangedFragment(ask, programs, fragment.optimizer.rate, fragment.optimizer.decay)
+        match fragment.optimizer:
+            case OuterSgd(rate, decay, is_nesterov):
+                programs = self._programs(number, is_nesterov=is_nesterov)
+                return ExchangedFragment(ask, programs, rate, decay)
+            case optimizer:
+                return ExchangedFragment(ask, self._programs(number, optimizer=optimizer))
+
+    def _programs(self, number: int, **update: Any) -> FragmentPrograms:
+        return FragmentPrograms(
+            f"local updates/{number}",
+            self._fragments[number].values.size,
+            self.num_groups,
+            is_compressed=self._compression is not None,
+            **update,
+        )
 
     def _settings(self, specs: Sequence[TravellingArray]) -> GroupSettings:
+        described = self._optimizer
+        if isinstance(described, OuterTransformation):
+            described = f"the program {self._programs(0, optimizer=described).close.digest}"
         return GroupSettings(
             self.index,
             [
@@ -450,9 +503,9 @@ class LocalUpdates:
                 ("fragments", str(self._num_fragments)),
                 ("quorum", str(self._options.quorum)),
                 ("compression", str(self._compression)),
-                ("outer_optimizer", str(self._optimizer)),
                 ("the number of parameters", str(len(specs))),
                 *((f"parameter {at}", f"{spec.described}\t{spec.name}") for at, spec in enumerate(specs)),
+                ("outer_optimizer", str(described)),
             ],
         )
 
@@ -470,6 +523,8 @@ class LocalUpdates:
 
         def exchange_own() -> list[int | bool]:
             exchange = self._leading
+            if self._log is not None:
+                self._log.step = self._num_steps
             for number in sorted({*due, *exchange.fetched}):
                 fragment = self._fragments[number]
                 own[number] = fragment.values.flat(attached.read(fragment.numbers))
@@ -504,10 +559,12 @@ class LocalUpdates:
 
     def _end(self, *, leaves: bool) -> None:
         self._is_closed = True
+        if self._syncers is not None and not leaves:
+            self._syncers.close(leaves=False)  # requests that wait for a syncer fail now
         if self._exchange is not None:
             self._exchange.close()
-        if self._syncers is not None:
-            self._syncers.close(leaves=leaves)
+        if self._syncers is not None and leaves:
+            self._syncers.close(leaves=True)
 
     # --- checks -----------------------------------------------------------------------------------------
 
