@@ -39,8 +39,6 @@ from replicax._src.program_kit.variables import use_imported
 _logger = logging.getLogger("replicax")
 _NAME: Final = "rx.experimental.LocalUpdates"
 _COMPRESSIONS: Final = ("int8", None)
-_MEAN: Final = OuterSgd(1.0, 0.0, is_nesterov=False)
-"""The update of arrays that no gradient changes."""
 
 
 @final
@@ -51,13 +49,13 @@ class _Fragment:
     Attributes:
       numbers: The arrays, by their numbers in ``AttachedArrays.specs``.
       values: Their values in one array.
-      optimizer: The outer optimizer.
+      optimizer: The outer optimizer; None for arrays that no gradient changes, of which groups take the mean.
       tokens: The rows that the group had counted at its last boundary.
     """
 
     numbers: Sequence[int]
     values: FragmentValues
-    optimizer: OuterOptimizer
+    optimizer: OuterOptimizer | None
     tokens: int = field(default=0)
 
 
@@ -424,7 +422,7 @@ class LocalUpdates:
                     "arrays": list(each.numbers),
                     "size": each.values.size,
                     "outer_optimizer": str(each.optimizer)
-                    if isinstance(each.optimizer, OuterSgd)
+                    if isinstance(each.optimizer, OuterSgd | None)
                     else "optax",
                 }
                 for each in self._fragments
@@ -458,9 +456,11 @@ class LocalUpdates:
             )
         sizes = [math.prod(specs[number].shape) for number in trained]
         runs = split_evenly(sizes, self._num_fragments)
-        parts = [([trained[at] for at in run], self._optimizer) for run in runs]
+        parts: list[tuple[Sequence[int], OuterOptimizer | None]] = [
+            ([trained[at] for at in run], self._optimizer) for run in runs
+        ]
         if state:
-            parts.append((state, _MEAN))
+            parts.append((state, None))
         return [
             _Fragment(
                 numbers,
@@ -479,6 +479,8 @@ class LocalUpdates:
             case OuterSgd(rate, decay, is_nesterov):
                 programs = self._programs(number, is_nesterov=is_nesterov)
                 return ExchangedFragment(ask, programs, rate, decay)
+            case None:
+                return ExchangedFragment(ask, self._programs(number, is_state=True))
             case optimizer:
                 return ExchangedFragment(ask, self._programs(number, optimizer=optimizer))
 
@@ -487,7 +489,7 @@ class LocalUpdates:
             f"local updates/{number}",
             self._fragments[number].values.size,
             self.num_groups,
-            is_compressed=self._compression is not None,
+            is_compressed=self._compression is not None and self._fragments[number].optimizer is not None,
             **update,
         )
 
