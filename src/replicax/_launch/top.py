@@ -27,14 +27,9 @@ from replicax._src.status.status import (
     DOUBTFUL_STATES,
     GOOD_STATES,
     columns_of,
-    fit_metrics_of,
-    progress_of,
     rows_of,
-    staleness_of,
-    summary_of,
-    survivors_of,
-    title_of,
 )
+from replicax._src.status.summary_lines import summary_lines
 from replicax._src.untrusted.strict_json import read_json
 
 _DESCRIPTION: Final = f"""\
@@ -283,19 +278,6 @@ def columns_within(width: int, status: Mapping[str, Any]) -> list[int]:
         if name in names and sum(widths[number] + _GAP for number in shown) - _GAP > width:
             shown.remove(names.index(name))
     return shown
-
-
-def summary_lines(status: Mapping[str, Any]) -> list[str]:
-    """Returns the lines about the job as a whole."""
-    progress, counts, metrics, survivors, staleness = (
-        "  ".join(f"{name} {value}" for name, value in pairs)
-        for pairs in (
-            *(progress_of(status), summary_of(status), fit_metrics_of(status)),
-            *(survivors_of(status), staleness_of(status)),
-        )
-    )
-    lines = ["  ".join(title_of(status)), progress, counts, metrics, survivors]
-    return [*filter(None, lines), *([f"staleness: {staleness}"] if staleness else [])]
 
 
 def lines_of(status: Mapping[str, Any]) -> list[str]:
