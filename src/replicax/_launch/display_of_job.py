@@ -1,4 +1,4 @@
-"""``DisplayOfJob``: the part of a display that one of several jobs has. Its tasks have names that differ from others'."""
+"""``DisplayOfJob``: the part of a display that one of several jobs has."""
 
 from __future__ import annotations
 

@@ -52,12 +52,21 @@ alone, and takes its place where the program restores its checkpoint. The others
 A cluster with parameter servers also has a chief, unless --no-chief is given. The chief is the coordinator and runs the
 script; the workers and parameter servers run `replicax server`. A worker that dies is restarted. The job is finished when the
 chief has exited. All tasks of a job share a random token and refuse connections without it; with --hosts and --task-index set REPLICAX_TOKEN.
+
+With --groups N there are N jobs, numbered from 0, that train alone and exchange what they learned through --syncers: see
+rx.experimental.LocalUpdates. Each group has a cluster of its own, its own restarts (--max-restarts), its own folder in
+--checkpoint-dir (DIR/group-0) and its own logs. A group that fails for good ends no other one. Syncers are parameter servers
+on the CPU. A syncer that dies is restarted at its address, from its snapshot in DIR/syncers, at most --server-restarts times.
+They end when all groups have ended. The exit code is that of the group that failed first, and the last line names all that did.
 """
 _EPILOG: Final = """\
 several hosts, one worker on each:
   replicax launch --hosts h0,h1 train.py                 prints the command to paste on each host
   replicax launch --hosts h0,h1 --task-index 1 train.py  runs worker 1 here; give each host its own index
   The hosts must reach each other at --port. A host may have a port of its own: h0:2222.
+
+groups that train alone:
+  replicax launch --groups 4 --workers 2 train.py        starts four jobs of two workers each, and one syncer
 
 on Slurm:
   replicax launch --on slurm --nodes 2 train.py          submits a job, prints its output and returns its exit code. Ctrl-C asks
@@ -67,7 +76,9 @@ environment of the tasks:
   TF_CONFIG               the cluster, and which task this is
   REPLICAX_TOKEN          the token of the job; random unless you set it. With --hosts set the same one on all hosts
   REPLICAX_RESTART_COUNT  the number of restarts of the task so far
-  REPLICAX_CHECKPOINT_DIR the directory given to --checkpoint-dir
+  REPLICAX_CHECKPOINT_DIR the directory given to --checkpoint-dir; with --groups the folder of the group in it
+  REPLICAX_GROUP          with --groups: the number of the group, from 0, and the number of groups: 0/4
+  REPLICAX_SYNCERS        with --groups: the addresses of the syncers, with commas between them
   REPLICAX_STATUS_FILE    a file for the table: a task may write {"step": 12, "time": time.time(), "state": "training"}.
                           Otherwise the step is the number of programs that MultiWorkerMirroredStrategy has run
 """

@@ -2,7 +2,7 @@
 
 import json
 
-from replicax._ps.local_updates.group_status import ExchangeFigures, group_status, show_groups
+from replicax._ps.local_updates.group_status import group_status, show_groups
 from replicax._ps.local_updates.round_state import REFUSED, MemberState, RoundState
 from replicax._src.cluster.counters import counters
 from replicax._src.status.group_table import group_rows_of, groups_of
@@ -13,7 +13,7 @@ def state(version, *members, is_stopping=0):
 
 
 def rows(*rounds, silent=()):
-    told = group_status(0, 2, rounds, lambda member: member not in silent, ExchangeFigures())
+    told = group_status(0, 2, rounds, lambda member: member not in silent, {})
     return group_rows_of({"groups": told})
 
 
@@ -38,19 +38,15 @@ def test_group_has_finished_once_it_has_in_all_fragments():
 def test_status_is_json_and_has_the_versions_of_all_fragments(monkeypatch):
     monkeypatch.setattr(counters, "groups", None)
     rounds = [state(9, (1, 9, 9, 64, 0)), state(8, (1, 8, 7, 32, 0), is_stopping=1)]
-    figures = ExchangeFigures(rows=96, pushes=17, sent_bytes=2048)
-    show_groups(lambda: group_status(0, 2, rounds, lambda member: True, figures))
+    counts = {"tokens": 96, "pushes": 17, "bytes_out": 2048, "bytes_in": 512, "steps": 3}
+    show_groups(lambda: group_status(0, 2, rounds, lambda member: True, counts))
     told = json.loads(json.dumps(counters.groups()))
     shown = dict(groups_of({"groups": told}))
     assert shown["group"] == "0 of 1"
-    assert (shown["version"], shown["quorum"], shown["rows"], shown["sent"]) == (
-        "8 to 9",
-        "2",
-        "96",
-        "2.0 kB",
-    )
+    assert (shown["version"], shown["quorum"], shown["rows"], shown["pushes"]) == ("8 to 9", "2", "96", "17")
+    assert (shown["sent"], shown["received"], shown["adoptions"]) == ("2.0 kB", "512 B", "0")
     assert shown["stopping"] == "yes"
 
 
 def test_before_a_server_has_answered_there_are_no_members():
-    assert group_status(1, 2, [], lambda member: True, ExchangeFigures())["members"] == []
+    assert group_status(1, 2, [], lambda member: True, {})["members"] == []

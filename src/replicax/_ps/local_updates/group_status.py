@@ -3,38 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, final
+from typing import Any, Final
 
 from replicax._ps.local_updates.round_state import REFUSED, MemberState, RoundState
 from replicax._src.program_kit.own_process import counters
 
-
-@final
-@dataclass(frozen=True)
-class ExchangeFigures:
-    """What one group has exchanged.
-
-    Attributes:
-      rows: The rows of its pushes.
-      pushes, adoptions, lost_pushes, silent_servers: See ``BackgroundExchange.statistics``.
-      sent_bytes, received_bytes: The bytes to and from the servers.
-    """
-
-    rows: int = 0
-    pushes: int = 0
-    adoptions: int = 0
-    lost_pushes: int = 0
-    silent_servers: int = 0
-    sent_bytes: int = 0
-    received_bytes: int = 0
+# The names in the status, each with that in the statistics of a group.
+_COUNTS: Final = {
+    "rows": "tokens",
+    **{name: name for name in ("pushes", "adoptions", "lost_pushes", "silent_servers")},
+    "sent_bytes": "bytes_out",
+    "received_bytes": "bytes_in",
+}
 
 
 def show_groups(describe: Callable[[], Mapping[str, Any]] | None) -> None:
     """Shows groups in the status that this process serves from now on; None: no more.
 
     Args:
-      describe: Returns a ``group_status``. Any thread may call it, about once a second, and it may not wait for a server.
+      describe: Returns a ``group_status``. A thread calls it about once a second, so it may not wait for a server.
     """
     counters.groups = describe
 
@@ -44,7 +31,7 @@ def group_status(
     quorum: int,
     rounds: Sequence[RoundState],
     is_live: Callable[[int], bool],
-    figures: ExchangeFigures,
+    counts: Mapping[str, int],
 ) -> dict[str, Any]:
     """Returns what a group knows of all groups, as JSON: ``status["groups"]``. Pure.
 
@@ -53,14 +40,14 @@ def group_status(
       quorum: The number of groups that a round waits for.
       rounds: The newest state of each fragment that a server has answered with.
       is_live: Tells if a group still counts, by its number.
-      figures: What the group has exchanged.
+      counts: The statistics of ``LocalUpdates``. Missing ones are 0.
     """
     return {
         "index": index,
         "quorum": quorum,
         "versions": [state.version for state in rounds],
         "is_stopping": any(state.is_stopping for state in rounds),
-        **asdict(figures),
+        **{name: counts.get(counted, 0) for name, counted in _COUNTS.items()},
         "members": [
             _described(number, rounds, is_live) for number in range(len(rounds[0].members) if rounds else 0)
         ],
