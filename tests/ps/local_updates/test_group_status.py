@@ -1,8 +1,12 @@
 """What a group tells the status of all groups."""
 
 import json
+import time
 
+from replicax._ps.local_updates.background_exchange import BackgroundExchange, ExchangedFragment
+from replicax._ps.local_updates.fragment_rules import ExchangeOptions
 from replicax._ps.local_updates.group_status import group_status, show_groups
+from replicax._ps.local_updates.member_rules import MemberRules
 from replicax._ps.local_updates.round_state import REFUSED, MemberState, RoundState
 from replicax._src.cluster.counters import counters
 from replicax._src.status.group_table import group_rows_of, groups_of
@@ -46,6 +50,21 @@ def test_status_is_json_and_has_the_versions_of_all_fragments(monkeypatch):
     assert (shown["version"], shown["quorum"], shown["rows"], shown["pushes"]) == ("8 to 9", "2", "96", "17")
     assert (shown["sent"], shown["received"], shown["adoptions"]) == ("2.0 kB", "512 B", "0")
     assert shown["stopping"] == "yes"
+
+
+def test_exchange_tells_what_the_servers_have_answered():
+    """Group 1 has come once, 61 s ago."""
+    unused = ExchangedFragment(lambda message: message, None)
+    exchange = BackgroundExchange(0, 2, [unused], ExchangeOptions(quorum=2, patience_s=60))
+    exchange._rules = rules = MemberRules(
+        0, 2, 1, 5, ExchangeOptions(2, patience_s=60), time.monotonic() - 61
+    )
+    assert exchange.status({})["members"] == []
+    rules.tick(time.monotonic() - 61)
+    rules.answered(0, "instance", state(3, (5, 0, 0, 0, 0), (6, 2, 1, 8, 0)), time.monotonic() - 61)
+    told = exchange.status({"tokens": 7})
+    assert (told["index"], told["quorum"], told["versions"], told["rows"]) == (0, 2, [3], 7)
+    assert [each["state"] for each in told["members"]] == ["training", "silent"]
 
 
 def test_before_a_server_has_answered_there_are_no_members():

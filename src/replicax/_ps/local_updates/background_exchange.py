@@ -19,6 +19,7 @@ import numpy as np
 from replicax._ps.local_updates import exchange_actions as actions
 from replicax._ps.local_updates.fragment_programs import FragmentPrograms, state_of
 from replicax._ps.local_updates.fragment_rules import ExchangeOptions
+from replicax._ps.local_updates.group_status import group_status
 from replicax._ps.local_updates.int8_blocks import encoded
 from replicax._ps.local_updates.member_rules import MemberRules
 from replicax._ps.local_updates.round_state import RoundState
@@ -78,6 +79,7 @@ class BackgroundExchange:
         tick_s: float = 0.1,
     ):
         self._member, self._fragments, self._tick_s = member, fragments, tick_s
+        self._quorum = options.quorum
         self._owner = 1 + secrets.randbelow(_MAX_NUMBER)
         self._rules = MemberRules(member, num_members, len(fragments), self._owner, options, time.monotonic())
         self._changed = threading.Condition()
@@ -166,6 +168,18 @@ class BackgroundExchange:
         """Returns how often this process has pushed and adopted, what it lost, and how often a server fell silent."""
         with self._changed:
             return dict(self._counts)
+
+    def status(self, counts: Mapping[str, int]) -> dict[str, Any]:
+        """Returns what this group knows of all, for ``show_groups``.
+
+        Args:
+          counts: The statistics of ``LocalUpdates``.
+        """
+        with self._changed:
+            now, rules = time.monotonic(), self._rules
+            return group_status(
+                self._member, self._quorum, rules.rounds, lambda each: rules.is_live(each, now), counts
+            )
 
     # --- under the lock -----------------------------------------------------------------------------
 
