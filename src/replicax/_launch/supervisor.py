@@ -380,8 +380,8 @@ class Supervisor:
         return False
 
     def _is_trained(self) -> bool:
-        """Returns True if all awaited tasks have exited with 0, apart from those that the others continued without. A job
-        of servers is over when nobody needs them.
+        """Returns True if all awaited tasks have exited with 0, apart from those that the others continued without; or
+        if these are servers that nobody needs.
         """
         if self._is_needless:
             return True
