@@ -41,6 +41,9 @@ data is the share of the last 5 s in which a task waited for its own data, and o
 for its data, while its devices had nothing to do. slow is the task for which the others wait: the one with the largest own
 share. The time left is that at the mean speed of this fit, if it runs all its epochs.
 
+A group of rx.experimental.LocalUpdates shows all groups too: the version of the outer parameters, the quorum, the bytes to and
+from the syncers, and for each group the rounds since its last push (lag) and its rows in the open round.
+
 A job that no longer answers may be restarting: this command waits for it (--wait). The exit code is 0 when the job has
 ended, 1 if nothing answers at the address from the start, and 130 after Ctrl-C.
 """
