@@ -13,12 +13,12 @@ from replicax._launch import on_kubernetes, on_slurm
 from replicax._launch.display import open_display
 from replicax._launch.gpus import GPUS_VARIABLE, gpus_here
 from replicax._launch.hosts import DEFAULT_PORT, addresses_of, lines_to_paste, read_hosts
+from replicax._launch.launched_groups import check_groups, run_groups
 from replicax._launch.option_values import count, count_or_auto, port, positive, seconds
 from replicax._launch.python_arguments import add_script, check_keras, python_arguments
 from replicax._launch.standard_streams import UNREAD_EXIT_CODE
 from replicax._launch.supervisor import Renew, Start, Supervisor, SupervisorOptions
 from replicax._launch.tasks_here import TasksHere, environment_of, status_at, token_of_job, with_gpus
-from replicax._launch.training_groups import check_groups, run_groups
 from replicax._src.cluster.errors import ClusterError, ClusterManagerError
 from replicax._src.cluster.machine_layout import (
     CHECKPOINT_DIR_VARIABLE,

@@ -18,7 +18,7 @@ import pytest
 
 from checks import is_there
 from replicax.__main__ import main
-from replicax._launch import supervisor, training_groups
+from replicax._launch import launched_groups, supervisor
 from replicax._launch.group_endings import GroupEndings
 from replicax._src.cluster.errors import ClusterError
 from replicax._src.cluster.processes import Process
@@ -68,7 +68,7 @@ while True:
 
 
 def jobs(**options):
-    told = training_groups._jobs(Namespace(**{**vars(OPTIONS), **options}), ["train.py"])
+    told = launched_groups._jobs(Namespace(**{**vars(OPTIONS), **options}), ["train.py"])
     return {job.names[start.task]: (start, start.environment) for job in told for start in job.starts}
 
 
@@ -103,7 +103,7 @@ def test_each_group_is_a_cluster_of_its_own_and_all_know_the_syncers(tmp_path, m
 
 
 def test_groups_share_the_gpus_and_syncers_see_none(monkeypatch):
-    monkeypatch.setattr(training_groups, "visible_gpus", lambda environ: list("01234567"))
+    monkeypatch.setattr(launched_groups, "visible_gpus", lambda environ: list("01234567"))
     told = jobs(workers=2, gpus_per_worker=2)
     seen = {name: environment["CUDA_VISIBLE_DEVICES"] for name, (_, environment) in told.items()}
     assert list(seen.values()) == ["0,1", "2,3", "4,5", "6,7", ""]
@@ -151,7 +151,7 @@ def run(tmp_path, monkeypatch, capfd):
     """Runs groups of a script with syncers that are a script, both with the folder; returns the code and the output."""
     syncer, script = tmp_path / "syncer.py", tmp_path / "script.py"
     syncer.write_text(SYNCER)
-    monkeypatch.setattr(training_groups, "SERVER_COMMAND", ("-I", "-S", str(syncer)))
+    monkeypatch.setattr(launched_groups, "SERVER_COMMAND", ("-I", "-S", str(syncer)))
 
     def launch(source, *options):
         script.write_text(TASK + source)
@@ -225,8 +225,8 @@ def test_launcher_that_is_killed_leaves_no_process(tmp_path):
     (tmp_path / "script.py").write_text(TASK + WAITS)
     patched = f"""
 import sys
-from replicax._launch import supervisor, training_groups
-training_groups.SERVER_COMMAND = ("-I", "-S", {str(tmp_path / "syncer.py")!r})
+from replicax._launch import supervisor, launched_groups
+launched_groups.SERVER_COMMAND = ("-I", "-S", {str(tmp_path / "syncer.py")!r})
 from replicax.__main__ import main
 main(["launch", "--groups", "2", "--checkpoint-dir", {str(tmp_path)!r}, {str(tmp_path / "script.py")!r}, {str(tmp_path)!r}])
 """
