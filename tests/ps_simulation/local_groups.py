@@ -121,6 +121,9 @@ class Group(TaskProcess):
             self.tokens[fragment] += scenario.tokens[self.number]
             if (self.step - scenario.offset_of(fragment)) % scenario.every == 0:
                 self._boundary(fragment)
+        if scenario.adopts_at_once:
+            for fragment in self.rules.fetched:
+                self._do(self.rules.adopt(fragment))
         if scenario.stops_at == (self.number, self.step):
             self.rules.stop()
         if self.step >= self.num_steps or (self.rules.stops and self.step % scenario.every == 0):
@@ -243,6 +246,7 @@ class LocalGroups:
         grace_s = of_seed.choice([None, None, 0.0, self.period_s])
         self.patience_s = of_seed.choice([3.0, 10.0]) + 4 * self.period_s
         self.options = ExchangeOptions(quorum, grace_s, self.patience_s)
+        self.adopts_at_once = random.Random(f"adoptions {seed}").random() < 0.5  # and not at boundaries alone
         self.snapshot_s = self.period_s * of_seed.choice([0.7, 2.0])
         self.write_s = self.snapshot_s * 0.2
         self.stops_at = of_seed.choice([None, None, (0, self.every)])

@@ -2,6 +2,7 @@
 
 from replicax import coordinator as coordinator
 from replicax._ps.coordinator.per_worker_variable import PerWorkerVariable as PerWorkerVariable
+from replicax._ps.local_updates.training_group import LocalUpdates as LocalUpdates
 from replicax._ps.placement.table_files import load_table as load_table
 from replicax._ps.placement.table_files import save_table as save_table
 from replicax._ps.strategy.parameter_server import ParameterServerStrategy as ParameterServerStrategy
@@ -35,6 +36,7 @@ __all__ = [
     'CommunicationImplementation',
     'CommunicationOptions',
     'LayoutMap',
+    'LocalUpdates',
     'MultiWorkerMirroredStrategy',
     'ParameterServerStrategy',
     'PerWorkerVariable',

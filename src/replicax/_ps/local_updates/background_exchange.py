@@ -19,9 +19,10 @@ import numpy as np
 from replicax._ps.local_updates import exchange_actions as actions
 from replicax._ps.local_updates.fragment_programs import FragmentPrograms, state_of
 from replicax._ps.local_updates.fragment_rules import ExchangeOptions
+from replicax._ps.local_updates.group_status import group_status
 from replicax._ps.local_updates.int8_blocks import encoded
 from replicax._ps.local_updates.member_rules import MemberRules
-from replicax._ps.local_updates.round_state import RoundState
+from replicax._ps.local_updates.replay_file import ReplayWriter, checksum_of
 from replicax._ps.local_updates.unmerged_progress import UnmergedProgress
 from replicax._ps.programs.programs import UpdateProgram
 from replicax._ps.transport.messages import Message
@@ -38,6 +39,7 @@ log = logging.getLogger("replicax")
 AskServer = Callable[[Message], Message]
 """Sends a request to a server, and returns its answer. It raises an error if none comes in time."""
 _MAX_NUMBER: Final = 2**31 - 1
+_WAITING_TICK_S: Final = 0.005
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,11 @@ class BackgroundExchange:
       fragments: The fragments, in the same order in all groups.
       options: How groups exchange.
       tick_s: The seconds between two looks at the servers.
+      place: Puts outer parameters where the group computes, in a thread of the exchange.
+      log_of: Makes the log for a replay, given the number that stands for this process; None for no log.
+
+    Attributes:
+      fetched: The fragments of which outer parameters were fetched, and not adopted yet: see ``adopt``.
     """
 
     def __init__(
@@ -76,14 +83,23 @@ class BackgroundExchange:
         options: ExchangeOptions,
         *,
         tick_s: float = 0.1,
+        place: Callable[[np.ndarray], Any] = np.asarray,
+        log_of: Callable[[int], ReplayWriter] | None = None,
     ):
+        self.fetched: Sequence[int] = ()
+        self._place = place
         self._member, self._fragments, self._tick_s = member, fragments, tick_s
+        self._quorum = options.quorum
         self._owner = 1 + secrets.randbelow(_MAX_NUMBER)
+        self._log = None if log_of is None else log_of(self._owner)
+        self._instances: dict[int, str] = {}  # that answered last
+        self._checksums: dict[int, int] = {}  # of the outer parameters
+        self._closed_before: dict[tuple[int, str], int] = {}  # the last version that was noted
         self._rules = MemberRules(member, num_members, len(fragments), self._owner, options, time.monotonic())
         self._changed = threading.Condition()
         self._values: list[Any] = []
         self._progress: list[UnmergedProgress[Any]] = []
-        self._outer: dict[int, np.ndarray] = {}
+        self._outer: dict[int, Any] = {}
         self._error: BaseException | None = None
         self._is_done = self._is_closed = False
         self._counts = {"pushes": 0, "adoptions": 0, "lost_pushes": 0, "silent_servers": 0}
@@ -125,6 +141,48 @@ class BackgroundExchange:
             self._do(self._rules.boundary(fragment, tokens, time.monotonic()))
             return self._values[fragment]
 
+    def adopt(self, fragment: int, values: Any) -> Any:
+        """Adopts what was fetched of a fragment, between two boundaries. Returns its values to go on with; never waits.
+
+        Args:
+          fragment: Its number.
+          values: Its values now, float32 [n].
+        """
+        with self._changed:
+            self._check()
+            self._values[fragment] = values
+            self._do(self._rules.adopt(fragment))
+            return self._values[fragment]
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits until outer parameters were fetched that have all pushes of this group. Then adopt them.
+
+        Raises:
+          WaitTimeoutError: It took longer.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while not self._rules.is_merged:
+                now = time.monotonic()
+                if now > deadline:
+                    raise WaitTimeoutError(
+                        f"The open round did not close within {timeout_s:g} s. Wait longer, or see in the log which group or "
+                        "server is silent."
+                    )
+                self._do(self._rules.tick(now))
+                self._wait(lambda: self._rules.is_merged, min(_WAITING_TICK_S, deadline - now))
+
+    def outer(self) -> list[Any]:
+        """Returns the outer parameters that were fetched last: a float32 [n] for each fragment."""
+        with self._changed:
+            self._check()
+            return [self._outer[fragment] for fragment in range(len(self._fragments))]
+
+    @property
+    def version(self) -> int:
+        """The number of rounds that all adopted outer parameters have."""
+        return self._rules.version
+
     def stop(self) -> None:
         """Asks all groups to end at their next boundary."""
         with self._changed:
@@ -159,6 +217,8 @@ class BackgroundExchange:
             self._is_closed = True
             self._changed.notify_all()
         self._pool.shutdown(cancel_futures=True)
+        if self._log is not None:
+            self._log.close()
         if self._ticker.ident is not None:
             self._ticker.join()
 
@@ -166,6 +226,18 @@ class BackgroundExchange:
         """Returns how often this process has pushed and adopted, what it lost, and how often a server fell silent."""
         with self._changed:
             return dict(self._counts)
+
+    def status(self, counts: Mapping[str, int]) -> dict[str, Any]:
+        """Returns what this group knows of all, for ``show_groups``.
+
+        Args:
+          counts: The statistics of ``LocalUpdates``.
+        """
+        with self._changed:
+            now, rules = time.monotonic(), self._rules
+            return group_status(
+                self._member, self._quorum, rules.rounds, lambda each: rules.is_live(each, now), counts
+            )
 
     # --- under the lock -----------------------------------------------------------------------------
 
@@ -184,7 +256,14 @@ class BackgroundExchange:
                 case actions.TakeProgress(fragment, number):
                     self._progress[fragment].take(number, self._values[fragment])
                     self._counts["pushes"] += 1
-                case actions.AdoptOuter(fragment, _, _, keeps, returns, drops):
+                    if self._log is not None:
+                        self._log.taken(fragment, number, self._rules.tokens_of(fragment, number))
+                case actions.AdoptOuter(fragment, instance, version, keeps, returns, drops):
+                    if self._log is not None:
+                        checksum = self._checksums[fragment]
+                        self._log.adopted(
+                            fragment, version, instance, checksum, keeps=keeps, returns=returns, drops=drops
+                        )
                     self._values[fragment] = self._progress[fragment].adopt(
                         self._values[fragment],
                         self._outer[fragment],
@@ -205,11 +284,19 @@ class BackgroundExchange:
                     self._fail(InvalidArgumentError(_REPLACED.format(self._member)))
                 case actions.ExchangeDone():
                     self._is_done = True
-                case actions.NoteLanding():
-                    pass
+                case actions.NoteLanding(fragment, number, version):
+                    if self._log is not None:
+                        self._log.landed(fragment, number, version, self._instances[fragment])
                 case _ if not self._is_closed:
-                    self._pool.submit(self._carry_out, action, self._payload(action))
+                    self._submit(action)
+        self.fetched = self._rules.fetched
         self._changed.notify_all()
+
+    def _submit(self, action: actions.Action) -> None:
+        try:
+            self._pool.submit(self._carry_out, action, self._payload(action))
+        except RuntimeError:  # Python ends
+            self._is_closed = True
 
     def _payload(self, action: actions.Action) -> Any:
         """What a request sends of the values, as they are now."""
@@ -235,8 +322,14 @@ class BackgroundExchange:
 
     def _carry_out(self, action: Any, payload: Any) -> None:
         """Carries out one request, and hands its outcome to the rules."""
+        outer, checksum = None, 0
         try:
-            answer, is_absent = self._answer(action, payload), False
+            answer = self._answer(action, payload)
+            is_absent = False
+            if isinstance(action, actions.FetchOuter):
+                fetched = np.array(answer.arrays[1])
+                checksum = 0 if self._log is None else checksum_of(fetched)
+                outer = self._place(fetched)
         except InvalidArgumentError as error:
             if isinstance(action, actions.ClaimSlot):  # other groups have another fragment
                 with self._changed:
@@ -254,12 +347,25 @@ class BackgroundExchange:
             if answer is None:
                 self._do(self._rules.failed(action.fragment, is_absent=is_absent))
                 return
-            instance, state, outer = answer
+            fragment, instance = action.fragment, answer.header["versions"][0][0]
+            self._instances[fragment] = instance
             if outer is not None:
-                self._outer[action.fragment] = outer
-            self._do(self._rules.answered(action.fragment, instance, state, time.monotonic()))
+                self._outer[fragment], self._checksums[fragment] = outer, checksum
+                self._note_closed(fragment, instance, answer.arrays[2:])
+            state = state_of(np.asarray(answer.arrays[0]))
+            self._do(self._rules.answered(fragment, instance, state, time.monotonic()))
 
-    def _answer(self, action: actions.Action, payload: Any) -> tuple[str, RoundState, np.ndarray | None]:
+    def _note_closed(self, fragment: int, instance: str, fetched: Sequence[Any]) -> None:
+        """Logs the rounds that have closed since the last fetch."""
+        for history in fetched:
+            before = self._closed_before.get((fragment, instance), 0)
+            rows = sorted(row for row in np.asarray(history).tolist() if row[0] > before)
+            for row in rows:
+                assert self._log is not None
+                self._log.closed(fragment, instance, row)
+                self._closed_before[fragment, instance] = row[0]
+
+    def _answer(self, action: actions.Action, payload: Any) -> Message:
         match action:
             case actions.ClaimSlot(fragment, expected):
                 self._create(self._fragments[fragment], payload)
@@ -282,7 +388,8 @@ class BackgroundExchange:
                 )
                 return self._step(fragment, each.programs.close, operands)
             case actions.FetchOuter(fragment):
-                return self._step(fragment, None, [], fetches=True)
+                names = ("rounds", "theta") if self._log is None else ("rounds", "theta", "history")
+                return self._step(fragment, None, [], names)
             case actions.ReadRound(fragment):
                 return self._step(fragment, None, [])
         raise AssertionError(action)
@@ -292,21 +399,19 @@ class BackgroundExchange:
         fragment: int,
         program: UpdateProgram | None,
         operands: Sequence[np.ndarray],
-        *,
-        fetches: bool = False,
-    ) -> tuple[str, RoundState, np.ndarray | None]:
+        names: Sequence[str] = ("rounds",),
+    ) -> Message:
+        """Runs a program, and reads shards."""
         each = self._fragments[fragment]
         shards = each.programs.shards
-        pull = [[shards[name][0], None] for name in (("rounds", "theta") if fetches else ("rounds",))]
+        pull = [[shards[name][0], None] for name in names]
         header = {"op": "step", "closure": None, "program": program and program.digest, "pull": pull}
         try:
-            answer = each.ask(Message(header, list(operands)))
+            return each.ask(Message(header, list(operands)))
         except UnknownProgramError:
             assert program is not None
             _send_program(each.ask, program)
-            answer = each.ask(Message(header, list(operands)))
-        outer = np.array(answer.arrays[1]) if fetches else None
-        return answer.header["versions"][0][0], state_of(np.asarray(answer.arrays[0])), outer
+            return each.ask(Message(header, list(operands)))
 
     def _create(self, each: ExchangedFragment, theta: Any) -> None:
         """Creates the fragment if it is absent."""

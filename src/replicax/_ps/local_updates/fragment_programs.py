@@ -10,6 +10,7 @@ pushed in the open round; ``rounds``, int32 [1 + members, 5], which is a ``Round
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final, final
 
@@ -131,14 +132,22 @@ class FragmentPrograms:
         state: Sequence[str],
         operands: Sequence[tuple[tuple[int, ...], type[np.generic]]],
     ) -> UpdateProgram:
-        specs = [self.shards[each][1:] for each in state]
-        avals = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (*specs, *operands)]
-
-        def run(*arrays: Any) -> list[Any]:
-            return list(update(*arrays))
-
-        blob = export(run, avals, self._platforms, f"{name}_of_local_updates")
+        specs = (*(self.shards[each][1:] for each in state), *operands)
+        blob = _exported(update, specs, tuple(self._platforms), f"{name}_of_local_updates")
         return UpdateProgram(blob, tuple(self.shards[each][0] for each in state), tuple(range(len(state))))
+
+
+@functools.lru_cache(maxsize=64)  # fragments of one size have the same programs
+def _exported(
+    update: Callable[..., Any],
+    specs: Sequence[tuple[tuple[int, ...], type[np.generic]]],
+    platforms: Sequence[str],
+    name: str,
+) -> bytes:
+    def run(*arrays: Any) -> list[Any]:
+        return list(update(*arrays))
+
+    return export(run, [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in specs], platforms, name)
 
 
 def state_of(rounds: np.ndarray) -> RoundState:

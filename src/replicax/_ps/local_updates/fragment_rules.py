@@ -1,9 +1,9 @@
 """``FragmentRules``: what a group does with one fragment of its parameters. Pure: events in, actions out.
 
 - The group claims its slot, and adopts the outer parameters. From then on it never waits.
-- At a boundary it adopts what was fetched, and takes all that was not pushed as one push. While a push has no answer,
-  or several are in no adopted version, it takes no other: what waits becomes one push, so an outage is not followed
-  by a burst of rounds.
+- At a boundary, or before, it adopts what was fetched. At a boundary it takes all that was not pushed as one push.
+  While a push has no answer, or several are in no adopted version, it takes no other: what waits becomes one push, so
+  an outage is not followed by a burst of rounds.
 - A push keeps its number until it has an answer. The answer says which version was open, so the group knows which outer
   parameters have it.
 - Any member closes a round that has a quorum: at once if all live members have pushed, else after the grace time.
@@ -109,6 +109,11 @@ class FragmentRules:
         self._period_s = self._exchange_s = 0.0
         self._grace: tuple[tuple[str, int], float] | None = None  # the round, and since when it has a quorum
 
+    @property
+    def state(self) -> RoundState | None:
+        """The round, as the server has described it last; None before its first answer."""
+        return self._state
+
     # --- events -------------------------------------------------------------------------------------
 
     def boundary(self, tokens: int, now: float) -> list[Action]:
@@ -121,6 +126,10 @@ class FragmentRules:
         if self._may_take and self._tokens:
             actions.append(self._take())
         return [*actions, *self._advance(now)]
+
+    def adopt(self) -> list[Action]:
+        """The group can take values between two boundaries: adopts what was fetched."""
+        return [] if self._fetched is None else [self._adopt()]
 
     def answered(self, instance: str, state: RoundState, now: float) -> list[Action]:
         """The server has answered the request in flight, with the state after it."""
@@ -167,6 +176,30 @@ class FragmentRules:
         """The group trains no more. ``is_done`` follows."""
         self._is_finishing = True
         return self._advance(now)
+
+    # --- questions ----------------------------------------------------------------------------------
+
+    @property
+    def has_fetched(self) -> bool:
+        """True if outer parameters were fetched, and not adopted yet."""
+        return self._fetched is not None
+
+    @property
+    def is_merged(self) -> bool:
+        """True if the outer parameters that were fetched or adopted last have all pushes of the group."""
+        there = self._fetched or self._adopted
+        if there is None or self._drops or self._returned or self._unanswered is not None:
+            return False
+        return there[0] == self._instance and max(self._enters.values(), default=0) <= there[1]
+
+    @property
+    def adopted_version(self) -> int:
+        """The version of the outer parameters that were adopted last; 0 before the first."""
+        return 0 if self._adopted is None else self._adopted[1]
+
+    def tokens_of(self, number: int) -> int:
+        """Returns the rows of a push that is in no adopted version."""
+        return self._tokens_of[number]
 
     # --- pushes -------------------------------------------------------------------------------------
 

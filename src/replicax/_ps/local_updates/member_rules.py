@@ -37,7 +37,7 @@ class MemberRules:
         options: ExchangeOptions,
         now: float,
     ):
-        heard = HeardMembers(member, num_members, options.patience_s, now)
+        heard = self._heard = HeardMembers(member, num_members, options.patience_s, now)
         self._fragments = [
             FragmentRules(fragment, member, owner, options, heard) for fragment in range(num_fragments)
         ]
@@ -52,6 +52,29 @@ class MemberRules:
     def stops(self) -> bool:
         """True if all groups shall end at their next boundary."""
         return any(each.stops for each in self._fragments)
+
+    @property
+    def fetched(self) -> list[int]:
+        """The fragments of which outer parameters were fetched, and not adopted yet."""
+        return [each.fragment for each in self._fragments if each.has_fetched]
+
+    @property
+    def is_merged(self) -> bool:
+        """True if the outer parameters that were fetched or adopted last have all pushes of the group."""
+        return all(each.is_merged for each in self._fragments)
+
+    @property
+    def version(self) -> int:
+        """The number of rounds that all adopted outer parameters have."""
+        return min(each.adopted_version for each in self._fragments)
+
+    def tokens_of(self, fragment: int, number: int) -> int:
+        """Returns the rows of a push that is in no adopted version."""
+        return self._fragments[fragment].tokens_of(number)
+
+    def adopt(self, fragment: int) -> list[Action]:
+        """The group can take values between two boundaries: adopts what was fetched of a fragment."""
+        return self._fragments[fragment].adopt()
 
     def boundary(self, fragment: int, tokens: int, now: float) -> list[Action]:
         """The group has reached a boundary of a fragment, with so many rows since the last one. Does not wait."""
@@ -79,6 +102,15 @@ class MemberRules:
     def finish(self, now: float) -> list[Action]:
         """The group trains no more, and all its rows have been in a boundary. ``ExchangeDone`` follows."""
         return self._of_all(lambda each: each.finish(now))
+
+    @property
+    def rounds(self) -> list[RoundState]:
+        """The round of each fragment whose server has answered, as it has described it last."""
+        return [each.state for each in self._fragments if each.state is not None]
+
+    def is_live(self, member: int, now: float) -> bool:
+        """True if a quorum still counts on a group."""
+        return self._heard.is_live(member, now)
 
     def _of_all(self, event: Callable[[FragmentRules], list[Action]]) -> list[Action]:
         return self._with_end([action for each in self._fragments for action in event(each)])

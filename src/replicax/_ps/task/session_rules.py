@@ -85,7 +85,7 @@ class TaskSession:
         self._last_heard = now
         self._has_served = False
         self._left: set[str] = set()
-        self._silent: str | None = None
+        self._may_begin_again: str | None = None
 
     @property
     def incarnation(self) -> str | None:
@@ -105,18 +105,18 @@ class TaskSession:
           incarnation: The session id of the coordinator.
           now: The time.
           member: The name of the program, if several share the session.
-          again: True if the coordinator knows that its data is lost when its session ended by silence. It then starts
-            again, unless another coordinator has come.
+          again: True if the coordinator knows that its data is lost when its session ended by silence, or when all
+            programs that share it have left. It then starts again, unless another coordinator has come.
 
         Raises:
           StaleCoordinatorError: Its session has ended before.
         """
-        if again and incarnation == self._silent:
+        if again and incarnation == self._may_begin_again:
             self._past.pop(incarnation, None)
         self._refuse_past(incarnation)
         is_new = incarnation != self._incarnation
         dropped = self._end("another coordinator has taken over") if is_new else ()
-        self._silent = None
+        self._may_begin_again = None
         self._incarnation, self._last_heard = incarnation, now
         self._left.discard(member or "")
         return (*dropped, BeginWork(incarnation)) if is_new else ()
@@ -147,13 +147,14 @@ class TaskSession:
             self._left.add(member)
             if not self._left.issuperset(members):
                 return ()
+            self._may_begin_again = incarnation
         return self._end("it has left")
 
     def time_passed(self, now: float) -> tuple[Action, ...]:
         """Ends the session of a coordinator that is silent for too long, and the task if it waits for nobody."""
         dropped: tuple[Action, ...] = ()
         if self._incarnation is not None and now - self._last_heard > self._silence_timeout_s:
-            self._silent = self._incarnation
+            self._may_begin_again = self._incarnation
             dropped = self._end(f"it was silent for {self._silence_timeout_s:g} s")
             self._last_heard = now
         if self._incarnation is not None:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import final
+from typing import Final, final
 
 from replicax._src.cluster.environ import START_LIMIT, limit_s, optional_number
+from replicax._src.cluster.group_place import GroupPlace
 from replicax._src.cluster.machine_layout import (
+    CHECKPOINT_DIR_VARIABLE,
     DEVICES_VARIABLE,
     REPLICATION_VARIABLE,
     SCRIPT_IN_VARIABLE,
     STATUS_ADDRESS_VARIABLE,
 )
 from replicax._src.vocabulary.options import whole_number
+
+REPLAY_FILE: Final = "replay.log"
 
 
 @final
@@ -73,3 +77,21 @@ class ServerSettings:
           ClusterEnvironmentError: It is not a number of seconds.
         """
         return limit_s(self._environ, START_LIMIT)
+
+    @property
+    def group(self) -> GroupPlace | None:
+        """The place of this job among groups that exchange (``REPLICAX_GROUP``, ``REPLICAX_SYNCERS``); None if it is
+        alone.
+
+        Raises:
+          ClusterEnvironmentError: They are not of their form, or only one is set.
+        """
+        return GroupPlace.of_environment(self._environ)
+
+    @property
+    def replay_file(self) -> str | None:
+        """The replay log of this group, in the folder of its checkpoints (``REPLICAX_CHECKPOINT_DIR``); None if it is
+        not said.
+        """
+        folder = self._environ.get(CHECKPOINT_DIR_VARIABLE)
+        return os.path.join(folder, REPLAY_FILE) if folder else None

@@ -1,0 +1,600 @@
+"""``LocalUpdates``: groups that train alone, and exchange. Public as ``rx.experimental.LocalUpdates``."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import operator
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Self, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from replicax._ps.local_updates.attached_arrays import AttachedArrays, TravellingArray
+from replicax._ps.local_updates.background_exchange import BackgroundExchange, ExchangedFragment
+from replicax._ps.local_updates.fragment_programs import FragmentPrograms
+from replicax._ps.local_updates.fragment_rules import ExchangeOptions
+from replicax._ps.local_updates.fragment_split import offsets_of, split_evenly
+from replicax._ps.local_updates.fragment_values import FragmentValues
+from replicax._ps.local_updates.group_processes import GroupProcesses
+from replicax._ps.local_updates.group_settings import GroupSettings
+from replicax._ps.local_updates.outer_optimizer import OuterSgd, outer_sgd_of
+from replicax._ps.local_updates.replay_file import ReplayWriter
+from replicax._ps.local_updates.syncers import Syncers
+from replicax._src.program_kit.cluster_tasks import ServerSettings
+from replicax._src.program_kit.errors import ContextError, InvalidArgumentError
+from replicax._src.program_kit.texts import path_of
+
+_logger = logging.getLogger("replicax")
+_NAME: Final = "rx.experimental.LocalUpdates"
+_COMPRESSIONS: Final = ("int8", None)
+_MEAN: Final = OuterSgd(1.0, 0.0, is_nesterov=False)
+"""The update of arrays that no gradient changes."""
+
+
+@final
+@dataclass
+class _Fragment:
+    """A fragment of the attached arrays.
+
+    Attributes:
+      numbers: The arrays, by their numbers in ``AttachedArrays.specs``.
+      values: Their values in one array.
+      optimizer: The outer optimizer.
+      tokens: The rows that the group had counted at its last boundary.
+    """
+
+    numbers: Sequence[int]
+    values: FragmentValues
+    optimizer: OuterSgd
+    tokens: int = field(default=0)
+
+
+@final
+class LocalUpdates:
+    """Trains in groups that never wait for each other: each runs many steps alone, and exchanges what it learned.
+
+    Each group is a program of its own, with any strategy or none. After ``every`` steps it sends the change of its
+    parameters to parameter servers, the *syncers*, in the background. When a ``quorum`` of groups has sent theirs, a
+    *round* closes: the syncers apply the outer optimizer to the mean of the changes, weighted by the rows that each
+    group has trained on. A group adopts the result when it arrives, and keeps what it has learned since. If a group or
+    a syncer dies, the others go on.
+
+    The environment says who the group is: ``REPLICAX_GROUP=1/4`` is the group with the number 1 of 4, from 0.
+    ``REPLICAX_SYNCERS=host:port,host:port`` are the syncers. ``replicax launch --groups 4`` sets both. Without
+    ``REPLICAX_GROUP`` the program runs unchanged as one group, and nothing is exchanged.
+
+    Parameters of any floating dtype travel as float32; float64 is rounded. Arrays without gradients, as the statistics
+    of BatchNorm, are a fragment of their own, of which groups take the mean. Integers and random keys stay in the
+    group.
+
+    It does not compute what synchronous training computes: between two rounds groups train on different parameters.
+
+    Args:
+      every: The number of steps after which each fragment is exchanged.
+      outer_optimizer: The update of a round: a ``keras.optimizers.SGD`` with a learning rate that is a number, momentum
+        and nesterov. None is SGD(1.0, momentum=0.5, nesterov=True).
+      fragments: The number of fragments of the parameters, which are exchanged one after the other: every 30 steps in 4
+        fragments sends one of them every 7 or 8 steps.
+      quorum: The number of groups that a round waits for, of those that are alive; all others have some time to follow.
+        None is all but one, and at least one.
+      compression: "int8" sends 8-bit integers with a scale for 256 values; None sends float32.
+      grace_s: The seconds that a round with a quorum waits for the other groups that are alive; None takes them from
+        the time between two exchanges.
+      patience_s: The seconds after which a group that has sent nothing no longer counts as alive.
+      log: The file of the replay log of this group, to which each process of it appends. None is ``replay.log`` in
+        ``REPLICAX_CHECKPOINT_DIR`` if that is set, and no log otherwise.
+
+    Raises:
+      InvalidArgumentError: An argument is not allowed.
+      ClusterEnvironmentError: ``REPLICAX_GROUP`` or ``REPLICAX_SYNCERS`` is not of its form, or only one is set.
+
+    Source: "Decoupled DiLoCo" (arXiv 2604.21428).
+
+    >>> import jax.numpy as jnp, replicax as rx
+    >>> groups = rx.experimental.LocalUpdates(every=30, fragments=1)  # no REPLICAX_GROUP: one group
+    >>> params = groups.attach({"w": jnp.zeros(3)})
+    >>> for _ in range(60):
+    ...     params = groups.step({"w": params["w"] + 1}, tokens=8)
+    >>> groups.finish()["w"]
+    Array([60., 60., 60.], dtype=float32)
+    """
+
+    def __init__(
+        self,
+        every: int = 30,
+        outer_optimizer: Any = None,
+        *,
+        fragments: int = 4,
+        quorum: int | None = None,
+        compression: str | None = None,
+        grace_s: float | None = None,
+        patience_s: float = 60.0,
+        log: str | os.PathLike[str] | None = None,
+    ):
+        settings = ServerSettings()
+        self._log_path = settings.replay_file if log is None else path_of(log, "log", "replay.log")
+        self._place = settings.group
+        self._start_limit_s = settings.start_limit_s
+        self._every = _at_least_1("every", every)
+        self._num_fragments = _at_least_1("fragments", fragments)
+        self._optimizer = outer_sgd_of(outer_optimizer)
+        if compression not in _COMPRESSIONS:
+            raise InvalidArgumentError(
+                f"{_NAME}(compression={compression!r}): it must be 'int8' or None (float32)."
+            )
+        self._compression = compression
+        quorum = max(1, self.num_groups - 1) if quorum is None else _at_least_1("quorum", quorum)
+        if self._place is not None and quorum > self.num_groups:
+            raise InvalidArgumentError(
+                f"{_NAME}(quorum={quorum}): there are {self.num_groups} groups (REPLICAX_GROUP), so no round would close. Give "
+                f"a quorum from 1 to {self.num_groups}."
+            )
+        for name, seconds in (("grace_s", grace_s), ("patience_s", patience_s)):
+            if seconds is not None and not seconds >= 0:
+                raise InvalidArgumentError(f"{_NAME}({name}={seconds!r}): it must be a number of seconds.")
+        self._options = ExchangeOptions(quorum, grace_s, patience_s)
+        self._attached: AttachedArrays | None = None
+        self._params: Any = None  # the pytree of the last step
+        self._fragments: list[_Fragment] = []
+        self._due: dict[int, list[int]] = {}  # the fragments of a boundary, by its step modulo ``every``
+        self._processes: GroupProcesses | None = None
+        self._syncers: Syncers | None = None
+        self._exchange: BackgroundExchange | None = None  # None in the processes that do not lead
+        self._log: ReplayWriter | None = None
+        self._adopts_at_once: BackgroundExchange | None = None
+        self._num_steps = self._num_tokens = self._version = 0
+        self._stops = self._is_finished = self._is_closed = self._is_outer = False
+        if self._place is None:
+            _logger.info(
+                "LocalUpdates: REPLICAX_GROUP is not set, so this program trains as one group. Nothing is exchanged."
+            )
+
+    @property
+    def num_groups(self) -> int:
+        """The number of groups."""
+        return 1 if self._place is None else self._place.num_groups
+
+    @property
+    def index(self) -> int:
+        """The number of this group, from 0."""
+        return 0 if self._place is None else self._place.index
+
+    @property
+    def every(self) -> int:
+        """The number of steps after which each fragment is exchanged."""
+        return self._every
+
+    @property
+    def steps(self) -> int:
+        """The number of steps that this process has counted."""
+        return self._num_steps
+
+    @property
+    def version(self) -> int:
+        """The number of rounds that the parameters have, in all fragments. ``version * every`` is the job's clock."""
+        return self._version
+
+    @property
+    def should_stop(self) -> bool:
+        """True if some group has called ``stop``: end the training after this step."""
+        return self._stops or (self._adopts_at_once is not None and self._adopts_at_once.stops)
+
+    # --- the training -----------------------------------------------------------------------------------
+
+    def attach(self, model: Any) -> Any:
+        """Says what is exchanged, and adopts the outer parameters. The first group creates them from its own.
+
+        Call it once, before the first step. It waits for the syncers, and not for other groups.
+
+        Args:
+          model: A Keras model that is built, an nnx model, a pytree of variables, or a pytree of arrays.
+
+        Returns:
+          The model; or the pytree with the outer parameters, to train on.
+
+        Raises:
+          UnavailableError: A syncer does not answer within ``REPLICAX_START_TIMEOUT_S`` (300 by default).
+          InvalidArgumentError: There are fewer parameters than fragments, a variable is there twice, or another group
+            has other parameters or settings.
+          UnsupportedError: An array is in shards.
+          ContextError: Something has been attached.
+        """
+        self._check_is_open("attach")
+        if self._attached is not None:
+            raise ContextError(
+                f"{_NAME}.attach was called before. Attach all variables in one call, or make another LocalUpdates."
+            )
+        attached = AttachedArrays(model)
+        if self._place is not None:
+            self._begin(attached)
+        self._attached = attached
+        self._params = attached.tree if attached.is_pytree else None
+        return self._params if attached.is_pytree else model
+
+    def step(self, params: Any = None, *, tokens: int | None = None, steps: int = 1) -> Any:
+        """Counts a step. Exchanges what is due, and adopts what has arrived; never waits for a syncer or another group.
+
+        Args:
+          params: The pytree of parameters after the step, if a pytree was attached. (If nothing was, the first step
+            attaches it, and what it has learned counts only if this is the first group.)
+          tokens: The rows, or tokens, that the group has trained on in it: the weight of the group in the mean.
+          steps: The number of steps since the last call.
+
+        Returns:
+          The pytree to go on with; None for a model or variables, which have been assigned.
+
+        Raises:
+          InvalidArgumentError: ``tokens`` is missing or negative; boundaries are not between so many steps; or the
+            model has other variables than those that were attached.
+          ContextError: Nothing was attached, or ``finish`` or ``close`` was called.
+        """
+        count = _tokens(tokens)
+        is_unusual = (params is None) is not (self._params is None)
+        if is_unusual or self._attached is None or self._is_closed or self._is_outer:
+            params = self._checked(params)
+        if steps != 1:
+            self._check_steps(steps)
+        self._num_tokens += count
+        self._num_steps += steps
+        due = self._due.get(self._num_steps % self._every, ())
+        if due or (self._adopts_at_once is not None and self._adopts_at_once.fetched):
+            return self._exchange_now(due, params)
+        self._params = params
+        return params
+
+    def wait(self, timeout_s: float = 600.0) -> Any:
+        """Waits until the rounds close that have what this group has sent, and adopts the result.
+
+        Groups that call it after each boundary, with a quorum of all groups, train in step: DiLoCo as it was first
+        published; with ``every=1`` and SGD(1.0) synchronous training up to rounding.
+
+        Returns:
+          As for ``step``.
+
+        Raises:
+          WaitTimeoutError: It took longer.
+        """
+        self._checked(self._params)
+        if self._processes is None:
+            return self._params
+        self._processes.agreed(lambda: self._leading.wait(timeout_s))
+        return self._exchange_now((), self._params)
+
+    def stop(self) -> None:
+        """Asks all groups to end at their next boundary: ``should_stop`` becomes True there.
+
+        In a group of several processes all of them call it, after the same step.
+        """
+        self._stops = True
+        if self._exchange is not None:
+            self._exchange.stop()
+
+    def finish(self, timeout_s: float = 600.0) -> Any:
+        """Sends the remaining progress, waits until all live groups have finished, and adopts the outer parameters.
+
+        Returns:
+          The pytree of outer parameters; None for a model or variables, which have been assigned.
+
+        Raises:
+          WaitTimeoutError: It took longer.
+          ContextError: It was called before, or nothing was attached.
+        """
+        if self._is_finished:
+            raise ContextError(f"{_NAME}.finish was called twice. Call it once, after the training.")
+        self._check_is_open("finish")
+        if self._attached is None:
+            raise ContextError(
+                f"{_NAME}.finish: nothing was attached. Call groups.attach(model) before the training."
+            )
+        if self._processes is not None:
+            self._exchange_now(range(len(self._fragments)), self._params)
+            values = self._all_of_leader(lambda: self._leading.finish(timeout_s))
+            self._write(dict(enumerate(values)))
+            self._params = self._attached.tree if self._attached.is_pytree else None
+        self._is_finished = True
+        self._end(leaves=True)
+        return self._params
+
+    @contextlib.contextmanager
+    def outer(self) -> Iterator[Any]:
+        """Context in which the model has the outer parameters that have arrived last, to evaluate or save them.
+
+        The model, or the variables, have the group's own values again after it. Yields the model, or the pytree of
+        outer parameters.
+
+        Raises:
+          ContextError: Nothing was attached, or the context was entered before.
+        """
+        attached = self._attached
+        if attached is None or self._is_outer:
+            why = "it was entered before" if self._is_outer else "nothing was attached"
+            raise ContextError(f"{_NAME}.outer: {why}.")
+        if self._processes is None or self._is_closed:
+            yield self._params if attached.is_pytree else attached.model
+            return
+        if attached.is_pytree:
+            attached.replace(self._params)
+        everything = [number for each in self._fragments for number in each.numbers]
+        own = attached.read(everything)
+        self._is_outer = True
+        self._write(dict(enumerate(self._all_of_leader(lambda: self._leading.outer()))))
+        try:
+            yield attached.tree if attached.is_pytree else attached.model
+        finally:
+            self._is_outer = False
+            attached.write(everything, own)
+
+    def statistics(self) -> Mapping[str, int]:
+        """Returns the numbers of steps and of rows, the version, and counts of the exchange."""
+        counts = {"steps": self._num_steps, "tokens": self._num_tokens, "version": self.version}
+        for each in (self._exchange, self._syncers):
+            counts |= {} if each is None else each.statistics()
+        return counts
+
+    def close(self) -> None:
+        """Ends the exchange without ``finish``: what was not sent is lost. May be called again."""
+        self._end(leaves=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- the exchange -----------------------------------------------------------------------------------
+
+    def _begin(self, attached: AttachedArrays) -> None:
+        assert self._place is not None
+        fragments = self._fragments_of(attached.specs)
+        offsets = [*offsets_of(self._every, self._num_fragments), 0]
+        processes = GroupProcesses(attached.topology)
+        values = [each.values.flat(attached.read(each.numbers)) for each in fragments]
+        self._fragments, self._processes = fragments, processes
+        try:
+            adopted = self._all_of_leader(lambda: self._connected(attached.specs, values))
+        except BaseException:
+            self._processes = None
+            self._end(leaves=False)
+            raise
+        jax.block_until_ready([each - each + each for each in adopted])  # compiled now, and not at a boundary
+        for number in range(len(fragments)):
+            self._due.setdefault(offsets[number], []).append(number)
+        self._adopts_at_once = None if processes.are_several else self._exchange
+        self._write(dict(enumerate(adopted)), attached)
+        _logger.info(
+            "LocalUpdates: group %d of %d (from 0) exchanges %d fragments every %d steps through %s.",
+            self.index, self.num_groups, len(fragments), self._every, ", ".join(self._place.syncers),
+        )  # fmt: skip
+
+    def _connected(
+        self, specs: Sequence[TravellingArray], values: Sequence[jax.Array]
+    ) -> Sequence[jax.Array]:
+        """Begins the exchange. Returns the outer parameters."""
+        assert self._place is not None
+        syncers = self._syncers = Syncers(self._place.syncers, self.index, self.num_groups)
+        syncers.greet(self._start_limit_s)
+        syncers.agree(self._settings(specs))
+        (device,) = values[0].devices()
+        self._exchange = BackgroundExchange(
+            self.index,
+            self.num_groups,
+            [self._exchanged(number, syncers) for number in range(len(self._fragments))],
+            self._options,
+            place=lambda outer: jax.device_put(np.asarray(outer), device),
+            log_of=None if self._log_path is None else self._replay_log,
+        )
+        return self._exchange.begin(values, self._start_limit_s)
+
+    def _replay_log(self, owner: int) -> ReplayWriter:
+        assert self._log_path is not None
+        header = {
+            "group": self.index,
+            "num_groups": self.num_groups,
+            "owner": owner,
+            "every": self._every,
+            "compression": self._compression,
+            "fragments": [
+                {
+                    "arrays": list(each.numbers),
+                    "size": each.values.size,
+                    "rate": each.optimizer.rate,
+                    "decay": each.optimizer.decay,
+                    "is_nesterov": each.optimizer.is_nesterov,
+                }
+                for each in self._fragments
+            ],
+        }
+        self._log = ReplayWriter(self._log_path, header)
+        return self._log
+
+    @property
+    def _leading(self) -> BackgroundExchange:
+        assert self._exchange is not None
+        return self._exchange
+
+    def _all_of_leader(self, make: Callable[[], Sequence[jax.Array]]) -> Sequence[jax.Array]:
+        """Returns the values of all fragments that ``make`` returns in the leader of the group."""
+        assert self._processes is not None
+        made: list[jax.Array] = []
+        self._processes.agreed(lambda: made.extend(make()))
+        if not self._processes.are_several:
+            return made
+        made = made or [jnp.zeros(each.values.size) for each in self._fragments]
+        return [self._processes.shared(each) for each in made]
+
+    def _fragments_of(self, specs: Sequence[TravellingArray]) -> list[_Fragment]:
+        trained = [number for number, spec in enumerate(specs) if not spec.is_state]
+        state = [number for number, spec in enumerate(specs) if spec.is_state]
+        if self._num_fragments > len(trained):
+            raise InvalidArgumentError(
+                f"{_NAME}(fragments={self._num_fragments}): {len(trained)} parameters were attached, and a fragment has at "
+                f"least one. Write fragments={max(1, len(trained))} or less."
+            )
+        sizes = [math.prod(specs[number].shape) for number in trained]
+        runs = split_evenly(sizes, self._num_fragments)
+        parts = [([trained[at] for at in run], self._optimizer) for run in runs]
+        if state:
+            parts.append((state, _MEAN))
+        return [
+            _Fragment(
+                numbers,
+                FragmentValues(
+                    [specs[each].shape for each in numbers], [specs[each].dtype for each in numbers]
+                ),
+                optimizer,
+            )
+            for numbers, optimizer in parts
+        ]
+
+    def _exchanged(self, number: int, syncers: Syncers) -> ExchangedFragment:
+        fragment = self._fragments[number]
+        programs = FragmentPrograms(
+            f"local updates/{number}",
+            fragment.values.size,
+            self.num_groups,
+            is_nesterov=fragment.optimizer.is_nesterov,
+            is_compressed=self._compression is not None,
+        )
+        ask = syncers.asking(number % len(syncers))
+        return ExchangedFragment(ask, programs, fragment.optimizer.rate, fragment.optimizer.decay)
+
+    def _settings(self, specs: Sequence[TravellingArray]) -> GroupSettings:
+        return GroupSettings(
+            self.index,
+            [
+                ("the number of groups", str(self.num_groups)),
+                ("every", str(self._every)),
+                ("fragments", str(self._num_fragments)),
+                ("quorum", str(self._options.quorum)),
+                ("compression", str(self._compression)),
+                ("outer_optimizer", str(self._optimizer)),
+                ("the number of parameters", str(len(specs))),
+                *((f"parameter {at}", f"{spec.described}\t{spec.name}") for at, spec in enumerate(specs)),
+            ],
+        )
+
+    def _exchange_now(self, due: Sequence[int], params: Any) -> Any:
+        """Exchanges the fragments that are due, and adopts those that have arrived."""
+        attached, processes = self._attached, self._processes
+        assert attached is not None
+        assert processes is not None
+        if attached.is_pytree:
+            attached.replace(params)
+        elif 0 in due:
+            attached.check_not_replaced()
+        own: dict[int, jax.Array] = {}
+        adopted: dict[int, jax.Array] = {}
+
+        def exchange_own() -> list[int | bool]:
+            exchange = self._leading
+            if self._log is not None:
+                self._log.step = self._num_steps
+            for number in sorted({*due, *exchange.fetched}):
+                fragment = self._fragments[number]
+                own[number] = fragment.values.flat(attached.read(fragment.numbers))
+                if number in due:
+                    tokens, fragment.tokens = self._num_tokens - fragment.tokens, self._num_tokens
+                    new = exchange.boundary(number, own[number], tokens)
+                else:
+                    new = exchange.adopt(number, own[number])
+                if new is not own[number]:
+                    adopted[number] = new
+            return [exchange.stops, exchange.version, *adopted]
+
+        stops, self._version, *numbers = processes.agreed(exchange_own)
+        if processes.are_several:
+            self._stops = self._stops or bool(stops)
+            for number in numbers:
+                values = adopted.get(number)
+                values = jnp.zeros(self._fragments[number].values.size) if values is None else values
+                adopted[number] = processes.shared(values)
+        self._write(adopted)
+        self._params = params
+        if attached.is_pytree and adopted:
+            self._params = attached.tree
+        return self._params
+
+    def _write(self, values: Mapping[int, Any], attached: AttachedArrays | None = None) -> None:
+        attached = attached or self._attached
+        assert attached is not None
+        for number, flat in values.items():
+            fragment = self._fragments[number]
+            attached.write(fragment.numbers, fragment.values.parts(flat))
+
+    def _end(self, *, leaves: bool) -> None:
+        self._is_closed = True
+        if self._exchange is not None:
+            self._exchange.close()
+        if self._syncers is not None:
+            self._syncers.close(leaves=leaves)
+
+    # --- checks -----------------------------------------------------------------------------------------
+
+    def _check_is_open(self, what: str) -> None:
+        if self._is_closed:
+            why = "finish" if self._is_finished else "close"
+            raise ContextError(
+                f"{_NAME}.{what}: {why} was called before. Make another LocalUpdates to train again."
+            )
+
+    def _checked(self, params: Any) -> Any:
+        """Checks that the group may train. Returns the parameters to go on with."""
+        self._check_is_open("step")
+        if self._is_outer:
+            raise ContextError(
+                f"{_NAME}.step was called inside of `with groups.outer():`. Train outside of it."
+            )
+        if self._attached is None:
+            if params is None:
+                raise ContextError(
+                    f"{_NAME}.step: nothing was attached. Call groups.attach(model) before the training, or give the "
+                    "parameters: params = groups.step(params, tokens=n)."
+                )
+            return self.attach(params)
+        if (params is None) is self._attached.is_pytree:
+            what = "params = groups.step(params, tokens=n)" if params is None else "groups.step(tokens=n)"
+            raise InvalidArgumentError(
+                f"{_NAME}.step: {type(self._attached.model).__name__} was attached, so write {what}."
+            )
+        return params
+
+    def _check_steps(self, steps: int) -> None:
+        common = math.gcd(self._every, *self._due)
+        if steps < 1 or common % steps:
+            allowed = [str(each) for each in range(1, common + 1) if not common % each]
+            raise InvalidArgumentError(
+                f"{_NAME}.step(steps={steps}): with every={self._every} and fragments={self._num_fragments} there is a "
+                f"boundary within so many steps. Allowed are {', '.join(allowed)}; or choose `every` and `fragments` so that "
+                f"every / fragments is a multiple of {max(steps, 1)}."
+            )
+
+
+def _at_least_1(name: str, value: int) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = 0
+    if number < 1 or isinstance(value, bool):
+        raise InvalidArgumentError(f"{_NAME}({name}={value!r}): it must be a whole number of at least 1.")
+    return number
+
+
+def _tokens(tokens: int | None) -> int:
+    if type(tokens) is int and tokens >= 0:
+        return tokens
+    try:
+        number = -1 if tokens is None or isinstance(tokens, bool) else operator.index(tokens)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise InvalidArgumentError(
+            f"{_NAME}.step(tokens={tokens!r}): write groups.step(tokens=n) with the number of rows, or tokens, that the group "
+            "has trained on in this step; at least 0. It is the weight of the group in the mean."
+        )
+    return number

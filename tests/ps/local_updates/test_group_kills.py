@@ -1,0 +1,131 @@
+"""kill -9 of a group, and of the syncer: real processes on loopback. The others go on, and all end with equal values."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from replicax._src.cluster.machine_layout import free_ports
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(280)]
+
+SYNCER = """
+import sys
+import replicax as rx
+
+options = rx.ServerOptions(snapshot_dir=sys.argv[2], snapshot_interval_s=0.5)
+rx.Server({"ps": [sys.argv[1]]}, "ps", 0, config=options).join()
+"""
+GROUP = """
+import itertools, json, os, sys, time
+import jax, jax.numpy as jnp, numpy as np
+import replicax as rx
+
+groups = rx.experimental.LocalUpdates(every=10, fragments=2, quorum=2, compression="int8", patience_s=5.0)
+params = groups.attach({"w": jnp.full(300, float(groups.index)), "b": jnp.zeros(5)})
+trained = jax.jit(lambda p, step: jax.tree.map(lambda a: a - 0.01 * (a - jnp.sin(step)), p))
+last, gap = time.monotonic(), 0.0
+for step in itertools.count():
+    params = groups.step(trained(params, step), tokens=7 + groups.index)
+    time.sleep(0.01)
+    now = time.monotonic()
+    last, gap = now, max(gap, now - last)
+    if step % 20 == 0:
+        print(step, groups.version, flush=True)
+    if groups.index == 0 and os.path.exists(sys.argv[1]):
+        groups.stop()
+    if groups.should_stop and step % 10 == 0:
+        break
+params = groups.finish(60)
+print(json.dumps({"w": np.asarray(params["w"]).tobytes().hex(), "gap": gap, "step": step, **groups.statistics()}))
+"""
+
+
+class Processes:
+    """Processes with their output in files."""
+
+    def __init__(self, folder):
+        self.folder, self.running = folder, {}
+
+    def start(self, name, program, *arguments, **environ):
+        environ = {**os.environ, "JAX_PLATFORMS": "cpu", **environ}
+        with (self.folder / name).open("a") as out:
+            command = [sys.executable, "-c", program, *arguments]
+            self.running[name] = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environ)
+
+    def kill(self, name):
+        process = self.running.pop(name)
+        process.kill()
+        process.wait(10)
+
+    def lines(self, name):
+        with contextlib.suppress(FileNotFoundError):
+            return (self.folder / name).read_text().splitlines()
+        return []
+
+    def wait_for(self, name, is_so, limit_s=60.0):
+        deadline = time.monotonic() + limit_s
+        while not (lines := [line for line in self.lines(name) if is_so(line)]):
+            assert time.monotonic() < deadline, (name, self.lines(name)[-20:])
+            time.sleep(0.05)
+        return lines
+
+
+@pytest.fixture
+def processes(tmp_path):
+    processes = Processes(tmp_path)
+    yield processes
+    for name in list(processes.running):
+        processes.kill(name)
+
+
+def has_version(least):
+    def is_so(line):
+        numbers = line.split()
+        return len(numbers) == 2 and all(map(str.isdecimal, numbers)) and int(numbers[1]) >= least
+
+    return is_so
+
+
+def test_kill_of_a_group_and_of_the_syncer_stops_nobody(processes, tmp_path):
+    address = f"localhost:{free_ports(1)[0]}"
+    environ = {"REPLICAX_SYNCERS": address, "REPLICAX_START_TIMEOUT_S": "60"}
+
+    def start_syncer():
+        processes.start("syncer", SYNCER, address, str(tmp_path / "snapshots"))
+
+    def start_group(index):
+        processes.start(
+            f"group {index}", GROUP, str(tmp_path / "stop"), **environ, REPLICAX_GROUP=f"{index}/3"
+        )
+
+    start_syncer()
+    for index in range(3):
+        start_group(index)
+    processes.wait_for("group 0", has_version(5))
+    processes.kill("group 2")
+    version = max(int(line.split()[1]) for line in processes.wait_for("group 0", has_version(5)))
+    processes.wait_for("group 0", has_version(version + 5))
+    start_group(2)
+    time.sleep(1.0)
+    processes.kill("syncer")
+    time.sleep(2.0)
+    start_syncer()
+    version = max(int(line.split()[1]) for line in processes.wait_for("group 0", has_version(5)))
+    processes.wait_for("group 0", has_version(version + 5))
+    (tmp_path / "stop").touch()
+    ends = []
+    for index in range(3):
+        (end,) = processes.wait_for(f"group {index}", lambda line: line.startswith('{"w"'), 120.0)
+        ends.append(json.loads(end))
+    assert len({end["w"] for end in ends}) == 1
+    for end in ends[:2]:
+        assert end["gap"] < 2.0  # the syncer was away for longer
+        assert end["silent_servers"] in (1, 2)
+    for index in range(2):
+        silent = [line for line in processes.lines(f"group {index}") if "does not answer" in line]
+        assert 1 <= len(silent) <= 2
