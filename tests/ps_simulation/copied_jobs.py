@@ -301,6 +301,13 @@ class BothLost(TwoCopies):
         """Returns the functions in the counter of a group, of those counters that a copy has."""
         return set(value_in(counters, self.keys[group])) if self.keys[group] in counters else set()
 
+    def note_session_ended(self, process):
+        """A server that drops its data has lost it, as if it had been killed."""
+        super().note_session_ended(process)
+        if isinstance(process, ServerTask):
+            for number, group in process.groups.items():
+                self.had[number] |= self.functions_in(number, group.store.counters)
+
     def kill(self, world, process, kind):
         if isinstance(process, ServerTask):
             for number, group in process.groups.items():

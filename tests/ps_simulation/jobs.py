@@ -240,8 +240,9 @@ class Jobs:
         """Lets a fault happen."""
         process = world.processes.get(fault.targets[0])
         self.num_worker_faults += any(name.startswith("worker") for name in fault.targets)
-        if fault.kind not in ("interrupt", "close") and process.is_alive:
-            lasting_s = fault.for_s * (1.0 + self.network["backoff"] * fault.kind.startswith("part"))
+        is_part = fault.kind.startswith("part")  # it meets the next process too, if this one is gone
+        if fault.kind not in ("interrupt", "close") and (process.is_alive or is_part):
+            lasting_s = fault.for_s * (1.0 + self.network["backoff"] * is_part)
             self.disturbances.note(world.now, lasting_s, fault.targets)
         match fault.kind:
             case "interrupt":
