@@ -71,6 +71,16 @@ class ServerWatch:
         """True if the server has missed so many heartbeats that no answer is expected from it."""
         return self.state.num_silent >= self._limits.ps_missed_heartbeats
 
+    @property
+    def is_silent(self) -> bool:
+        """True if the last heartbeats had no answer, and the server may still have its data."""
+        return bool(self._num_missed) and self._num_unreached < self._limits.ps_missed_heartbeats
+
+    @property
+    def silent_s(self) -> float:
+        """The time in seconds since the first of the heartbeats that had no answer."""
+        return self._job.now - self._since if self._num_missed else 0.0
+
     def start(self) -> None:
         """Starts the heartbeats."""
         self._job.procedures.start(self._key, self._beats(), self._job.now)
@@ -169,8 +179,7 @@ class ServerWatch:
         self._rules.silent(self)
         if self._num_missed >= self._limits.ps_missed_heartbeats:
             # A server that is silent may lose a connection, too. It has ended if there is none again and again.
-            is_silent = self._num_unreached < self._limits.ps_missed_heartbeats
-            limit_s = self._waits_s(is_silent=is_silent)
+            limit_s = self._waits_s(is_silent=self.is_silent)
             may_come_back = self._job.now - self._since < limit_s
             is_lost = self._lose(self._unavailable(error, limit_s), may_come_back=may_come_back)
             if not is_lost and self._num_missed == self._limits.ps_missed_heartbeats:
@@ -191,6 +200,7 @@ class ServerWatch:
             cause = self._rules.lost(self, error)
         if cause is None:
             self.state.is_lost = True
+            self._job.resume(self.name)  # if the job has waited for it
         elif may_come_back:
             self._job.pause(self.name)
         else:
