@@ -12,6 +12,7 @@ from ps_simulation.snapshot_jobs import INCLUDED, SLOW_S, check_included
 from ps_simulation.snapshot_writing import TICK_S
 from ps_simulation.worker_task import worker
 from replicax._ps.store.group_rules import Partner
+from replicax._ps.store.log import Position
 from simulation.world import Fault
 
 WAITS = re.compile(r"Lost ps .*, which had the variables of ps (\d+)\. Waiting")
@@ -205,6 +206,7 @@ class BothLost(TwoCopies):
         # What the primary had when the job heard of it last: at least, and at most.
         self.known = {group: (set(), set()) for group in range(self.num_servers)}
         self.were_lost = set()  # groups of which both servers were lost once
+        self.lacked = set()  # groups that no server had at some time while both of its servers answered
         self.lost_at = {}  # group: when both of its servers were lost
         self.lost_in = {}  # group: the epoch in which both of its servers were lost
         drawn = random.Random(f"both lost {seed}").random()
@@ -272,7 +274,7 @@ class BothLost(TwoCopies):
 
     def reasons_of_loss(self):
         for group in range(self.num_servers):
-            if self.lacks(group):
+            if self.lacks(group) or group in self.lacked:
                 yield f"no server has group {group}, in memory or from a snapshot"
         yield from self.reasons_of_workers()
 
@@ -334,6 +336,7 @@ class BothLost(TwoCopies):
     def note_answer(self, coordinator, task, op, answer, truth):
         if op != "heartbeat" or not task.startswith("ps"):
             return
+        self.lacked |= {group for group in coordinator.groups.lost if self.lacks(group)}
         for group, counters in truth.items():
             view = coordinator.groups.views[group]
             part = answer["statistics"].get("groups", {}).get(str(group), {})
@@ -353,7 +356,7 @@ class BothLost(TwoCopies):
             functions = functions - self.had[view.group]
         super().check_copies(view, functions)
 
-    def check_newest(self, group, task, has):
+    def check_newest(self, group, task, has, at):
         """A group resumes from the newer of its snapshots, if both servers came back soon."""
         (other,) = {*self.coordinator.groups.members(group)} - {task}
         process, snapshot = self.world.processes[ps(other)], self.disks[other].newest(f"group {group}")
@@ -361,6 +364,10 @@ class BothLost(TwoCopies):
             return  # it may have dropped its data, and restores a snapshot only when it restarts
         if snapshot is not None and self.world.now - self.lost_at[group] < PARTNER_S:
             more = self.functions_in(group, snapshot.counters) - has - self.lost[group]
+            if (
+                Position(*snapshot.position) < at
+            ):  # of a primary that was replaced: what it did at last is not kept
+                more = {each for each in more if self.settled_at.get(each, self.world.now) < snapshot.at}
             assert not more, f"group {group} resumes without {sorted(more)}, which ps {other} has"
 
     # --- what the log says --------------------------------------------------------------------------
@@ -387,7 +394,7 @@ class BothLost(TwoCopies):
             assert least <= num_lost <= most, f"the log says {num_lost}, not {least} to {most}: {text}"
             if INCLUDED.search(text):
                 check_included(self, group, began_with, has, text)
-            self.check_newest(group, task, has)
+            self.check_newest(group, task, has, copy.rules.position)
             self.lost[group] |= self.had[group] - has
             self.known[group] = began_with, has
         self.lost_in.pop(group, None)
