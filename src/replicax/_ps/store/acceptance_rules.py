@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from replicax._ps.store.window import Windows
-from replicax._src.program_kit.errors import UnavailableError
+from replicax._src.program_kit.errors import SnapshotError, UnavailableError
 
 Version = tuple[str, int]
 """The instance of a store, and the number of a shard's version there."""
@@ -65,6 +65,7 @@ class StoreRules:
         self.num_created = self.num_changes = 0
         self._ended: tuple[str, int, frozenset[int]] | None = None
         self._highest_version = 0
+        self.session = 0
 
     # --- the owner ----------------------------------------------------------------------------------------------
 
@@ -73,12 +74,14 @@ class StoreRules:
         if incarnation == self.owner:
             return False
         self.owner = incarnation
+        self.session += 1
         self.forget()
         return True
 
     def leave(self, instance: str) -> None:
         """Records that the coordinator has left. All values must be dropped."""
         self.owner, self.instance = None, instance
+        self.session += 1
         self.forget()
 
     def forget(self) -> None:
@@ -172,6 +175,24 @@ class StoreRules:
             "highest_number": self._highest_version,
             "windows": self.windows.described(),
         }
+
+    def check_session(self, session: int | None) -> None:
+        """Raises SnapshotError if a coordinator has come or has left since a session: what the store has now stays."""
+        if session not in (None, self.session):
+            raise SnapshotError(
+                "Nothing was restored: while the snapshot was read, a coordinator has taken the parameter server over, "
+                f"or has left it. It belongs to coordinator {self.owner} now, which alone may restore snapshots."
+            )
+
+    def begin_restore(self, session: int | None = None) -> None:
+        """Records that all values are dropped, because those of a snapshot follow. The store is nobody's until then.
+
+        Raises:
+          SnapshotError: The session is over.
+        """
+        self.check_session(session)
+        self.owner = None
+        self.forget()
 
     def take(self, described: Mapping[str, Any], instance: str) -> None:
         """Continues from what was ``described``, as another instance, because version numbers restart and may stand
