@@ -6,7 +6,7 @@ import re
 from ps_simulation.asking_servers import CALL_S
 from ps_simulation.coordinator import COORDINATOR
 from ps_simulation.integer_store import value_in
-from ps_simulation.jobs import Jobs
+from ps_simulation.jobs import SLACK_S, Jobs
 from ps_simulation.server_task import SILENCE_S, ServerTask, ps
 from ps_simulation.snapshot_jobs import INCLUDED, SLOW_S, check_included
 from ps_simulation.snapshot_writing import TICK_S
@@ -47,7 +47,7 @@ class TwoCopies(Jobs):
 
     def __init__(self, seed):
         super().__init__(seed)
-        self.memory_losses = []  # when, which server
+        self.memory_losses = []  # when it had its data last, at least and at most, and which server
         self.is_forgotten = not self.has_snapshots and random.Random(f"forgotten {seed}").random() < 0.1
         if self.is_forgotten:  # so that functions run all the time
             self.function_times = (2.0, 4.0)
@@ -94,13 +94,16 @@ class TwoCopies(Jobs):
 
     def kill(self, world, process, kind):
         if isinstance(process, ServerTask):
-            self.memory_losses.append((world.now, process.name))
+            self.memory_losses.append((world.now, world.now, process.name))
         super().kill(world, process, kind)
 
     def note_session_ended(self, process):
+        """A server is of no use from the moment at which it falls silent, and drops its data a minute later."""
         super().note_session_ended(process)
         if isinstance(process, ServerTask):
-            self.memory_losses.append((process.world.now, process.name))
+            start, _ = next(reversed(self.disturbances.between(COORDINATOR, process.name)), (0.0, 0.0))
+            silent_at = process.world.now - SILENCE_S + SLACK_S
+            self.memory_losses.append((min(start, silent_at), silent_at, process.name))
 
     def note_settled(self, coordinator, action):
         """A function that has finished is on both servers of its groups, if these are in sync."""
@@ -147,12 +150,12 @@ class TwoCopies(Jobs):
         and one of them lost its memory.
         """
         members = {ps(member) for member in self.coordinator.groups.members(group)}
-        for at, name in self.memory_losses:
+        for first, last, name in self.memory_losses:
             if name in members:
                 (other,) = members - {name}
                 near = {COORDINATOR, *members}
                 for start, end, targets in self.disturbances.of(other):
-                    if targets <= near and start - DETECTION_S <= at <= end + COPIED_S:
+                    if targets <= near and start - DETECTION_S <= last and first <= end + COPIED_S:
                         return True
         return False
 
