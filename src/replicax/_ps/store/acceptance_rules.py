@@ -63,7 +63,8 @@ class StoreRules:
         self.instance = instance
         self.windows = Windows()
         self.num_created = self.num_changes = 0
-        self._ended: tuple[str, int, frozenset[int]] | None = None
+        # The coordinator, ``stop``, and the closures below that had not ended, from the highest down.
+        self._ended: tuple[str, int, list[int]] | None = None
         self._highest_version = 0
         self.session = 0
 
@@ -107,8 +108,13 @@ class StoreRules:
 
     def raise_low(self, call: Closure | None, low: int) -> None:
         """Records that all calls of a client below ``low`` have ended."""
-        if call is not None:
-            self.windows.window_of(call.incarnation).raise_low(low)
+        if call is None:
+            return
+        self.windows.window_of(call.incarnation).raise_low(low)
+        if self._ended is not None and self._ended[0] == call.incarnation:
+            unfinished = self._ended[2]
+            while unfinished and unfinished[-1] < low:
+                unfinished.pop()
 
     def did(self, call: Closure | None) -> None:
         """Records that a call that must run once has run."""
@@ -117,13 +123,13 @@ class StoreRules:
 
     def end(self, incarnation: str, stop: int, unfinished: Iterable[int]) -> None:
         """Records that all closures of a coordinator below ``stop`` have ended, besides these, whatever is restored."""
-        self._ended = incarnation, stop, frozenset(unfinished)
+        self._ended = incarnation, stop, sorted(unfinished, reverse=True)
         self._apply_ended()
 
     def _apply_ended(self) -> None:
         if self._ended is not None and self._ended[0] == self.owner:
             incarnation, stop, unfinished = self._ended
-            self.windows.window_of(incarnation).end(stop, unfinished)
+            self.windows.window_of(incarnation).end(stop, frozenset(unfinished))
 
     def holds(self, closure: Closure, round_number: int) -> bool:
         """True if the gradients of a closure are kept for a round; False if the round has been applied."""
