@@ -473,6 +473,23 @@ def test_group_that_is_lost_again_while_it_resumes_does_not_go_on():
     assert job.log_text.count("resume from the newest snapshot") == 2
 
 
+def test_log_says_what_is_lost_if_the_server_of_a_group_is_silent_while_it_resumes():
+    job = copied()
+    lose_both(job)
+    job.operation_s = 20.0
+    for index in (0, 1):
+        job.ps[index].restarts(**snapshot((1, 40), 0, 1))
+    assert job.run_until(lambda: any(getattr(each, "operation", "") == "restored" for each in job.sent), 20.0)
+    job.ps[0].is_silent = job.ps[1].is_silent = True
+    job.run(70.0)
+    assert job.groups.lost == [0, 1]
+    assert "resume from the newest snapshot" not in job.log_text
+    job.operation_s = 0.01
+    job.ps[0].is_silent = job.ps[1].is_silent = False
+    assert job.run_until(lambda: job.may_run, 20.0)
+    assert job.log_text.count("about 20 acknowledged updates are lost") == 2
+
+
 def test_updates_of_a_group_that_are_lost_once_are_not_counted_again():
     job = copied()
     for _ in range(2):
