@@ -216,6 +216,17 @@ def test_a_shared_session_ends_with_its_last_member(session):
     message(StaleCoordinatorError, lambda: session.hello("a", now=7.0, member="worker 0"), LEFT)
 
 
+def test_a_shared_session_that_all_have_left_begins_again_for_a_member_that_knows_it(session):
+    for member in ("group 0", "group 1"):
+        session.hello("a", now=1.0, member=member, again=True)
+    session.leave("a", now=2.0, member="group 0", members=("group 0", "group 1"))
+    assert session.hello("a", now=3.0, member="group 0", again=True) == ()
+    for member in ("group 0", "group 1"):
+        session.leave("a", now=4.0, member=member, members=("group 0", "group 1"))
+    message(StaleCoordinatorError, lambda: session.hello("a", now=5.0, member="group 0"), LEFT)
+    assert session.hello("a", now=5.0, member="group 0", again=True) == (BeginWork("a"),)
+
+
 def test_an_earlier_member_does_not_count_for_the_next_session(session):
     members = ("worker 0", "worker 1")
     session.hello("a", now=1.0, member="worker 0")

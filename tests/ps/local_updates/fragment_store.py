@@ -15,9 +15,9 @@ class FragmentStore:
       rate, decay: Those of the outer optimizer.
     """
 
-    def __init__(self, size, num_members, *, is_nesterov=True, is_compressed=False):
+    def __init__(self, size, num_members, *, is_nesterov=True, is_compressed=False, optimizer=None):
         self.programs = FragmentPrograms(
-            "p", size, num_members, is_nesterov=is_nesterov, is_compressed=is_compressed
+            "p", size, num_members, is_nesterov=is_nesterov, is_compressed=is_compressed, optimizer=optimizer
         )
         self.is_compressed = is_compressed
         self.rate, self.decay = 1.0, 0.0
@@ -29,7 +29,7 @@ class FragmentStore:
         for name, (key, shape, dtype) in self.programs.shards.items():
             initial = "array"
             if name != "rounds":
-                send(self.store, zeros := self.programs.zeros(name))
+                send(self.store, zeros := self.programs.initial(name))
                 initial = zeros.digest
             described.append({"key": key, "shape": list(shape), "dtype": dtype.name, "initial": initial})
         ask(self.store, "create", [self.programs.first_rounds(5)], shards=described, if_absent=True)

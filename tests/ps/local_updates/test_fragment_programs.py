@@ -4,12 +4,15 @@ import itertools
 import random
 
 import numpy as np
+import optax
 import pytest
 from fragment_store import FragmentStore
 
 from ps_simulation.round_model import NOT_FINITE, RoundModel
 from replicax._ps.local_updates.int8_blocks import decoded, encoded
+from replicax._ps.local_updates.outer_optimizer import OuterTransformation, outer_optimizer_of
 from replicax._ps.local_updates.round_state import REFUSED
+from replicax.errors import InvalidArgumentError
 
 SIZE = 300  # more than a block
 
@@ -104,6 +107,35 @@ def test_close_is_a_step_of_sgd_with_the_mean_by_rows_and_a_flush_adds_the_mean(
         np.testing.assert_allclose(store.read("theta"), theta, rtol=1e-5, atol=1e-4)
         np.testing.assert_allclose(store.read("momentum"), momentum, rtol=1e-5, atol=1e-4)
         np.testing.assert_array_equal(store.read("history")[version + 1], [version + 1, is_flush, 14, 2])
+
+
+def test_close_with_optax_is_its_update_of_the_mean_by_rows_and_a_flush_leaves_its_state():
+    transformation = optax.chain(optax.clip(1.0), optax.adam(0.1))
+    store = FragmentStore(SIZE, 2, optimizer=OuterTransformation(transformation)).begin(np.zeros(SIZE))
+    for member in range(2):
+        store.claim(member, 0, 10 + member)
+    theta = np.zeros(SIZE, np.float32)
+    state = transformation.init(theta)
+    for version in range(3):
+        one, two = pushes(2, seed=version)
+        store.push(0, 10, version + 1, version, 3, one)
+        store.push(1, 11, version + 1, version, 1, two)
+        mean = (3 * one.astype(np.float64) + two) / 4
+        is_flush = version == 2
+        if is_flush:
+            theta = theta - mean
+        else:
+            update, state = transformation.update(mean.astype(np.float32), state, theta)
+            theta = theta + update
+        store.close(version, 2, is_flush=is_flush)
+        np.testing.assert_allclose(store.read("theta"), theta, rtol=1e-5, atol=1e-4)
+    assert store.read("state 0") == 2  # Adam's count
+    keeps_parameters = optax.GradientTransformation(
+        lambda params: params, lambda updates, state, _: (updates, state)
+    )
+    with pytest.raises(InvalidArgumentError, match="begins with the parameters"):
+        outer_optimizer_of(keeps_parameters)
+    assert outer_optimizer_of(transformation) == OuterTransformation(transformation)
 
 
 def test_rounds_are_those_of_the_simulated_server(float32):

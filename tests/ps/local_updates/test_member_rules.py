@@ -74,6 +74,29 @@ def test_group_begins_with_outer_parameters_of_its_slot_and_takes_the_slot_of_a_
     assert driven.answer(state(4)) == [AdoptOuter(0, "a", 4, (), (), True)]
 
 
+def test_push_that_the_server_did_not_add_is_sent_again_at_the_next_tick():
+    driven = Driven().begin()
+    driven.boundary(10)
+    assert driven.answer(state(0, mine(0))) == []  # another request came first, and `after` was wrong
+    assert driven.tick() == [SendPush(0, 1, 0, 10, False, False)]
+    assert driven.answer(state(0, mine(1, 0, 10))) == [NoteLanding(0, 1, 1)]
+
+
+def test_values_are_adopted_between_boundaries_and_merged_says_when_all_pushes_are_there():
+    driven = Driven().begin()
+    assert driven.rules.is_merged
+    driven.push()
+    assert not driven.rules.is_merged
+    assert driven.rules.adopt(0) == []  # nothing has arrived
+    assert driven.tick() == [ReadRound(0)]
+    assert driven.answer(state(1, mine(1, 0))) == [FetchOuter(0)]
+    assert driven.answer(state(1, mine(1, 0))) == []
+    assert driven.rules.is_merged
+    assert driven.rules.fetched == [0]
+    assert driven.rules.adopt(0) == [AdoptOuter(0, "a", 1, (), (), False)]
+    assert (driven.rules.fetched, driven.rules.version) == ([], 1)
+
+
 def test_boundary_pushes_and_the_answer_says_which_version_has_it():
     driven = Driven().begin()
     assert driven.boundary(10) == [TakeProgress(0, 1), SendPush(0, 1, 0, 10, False, False)]

@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
 import replicax as rx
-from replicax._ps.local_updates.outer_optimizer import OuterSgd, outer_sgd_of
+from replicax._ps.local_updates.outer_optimizer import OuterSgd, outer_optimizer_of
 from replicax._ps.local_updates.replay_file import ReplayKind, read_replay_file
 from replicax.errors import ClusterEnvironmentError, ContextError, InvalidArgumentError, UnavailableError
 
@@ -175,6 +176,9 @@ def test_nnx_models_and_variables_are_assigned_and_one_group_stops_all(group):
     finished(groups)
     assert groups[0].should_stop
     np.testing.assert_array_equal(model.bias[...], [1.0, 2.0])
+    again = group(0, 2)  # the next job on these servers begins anew
+    assert again.attach({"w": jnp.ones(3)})["w"].tolist() == [1.0, 1.0, 1.0]
+    assert not again.should_stop
 
 
 def test_program_without_groups_runs_unchanged_and_says_so(monkeypatch, caplog):
@@ -216,7 +220,7 @@ def test_bad_arguments_say_what_to_write(group):
         one.attach({"n": jnp.zeros(2, jnp.int32)})
     with pytest.raises(ContextError, match="nothing was attached"):
         one.step(tokens=1)
-    assert outer_sgd_of(keras.optimizers.SGD(0.5, momentum=0.25)) == OuterSgd(0.5, 0.25, False)
+    assert outer_optimizer_of(keras.optimizers.SGD(0.5, momentum=0.25)) == OuterSgd(0.5, 0.25, False)
 
 
 def test_bad_calls_say_what_to_write(group):
@@ -250,6 +254,7 @@ def test_bad_calls_say_what_to_write(group):
     [
         ({}, 3, r"parameter 0 is float32\[3\].*in group 1, and float32\[2\].*in group 0"),
         ({"every": 7}, 2, "every is 7 in group 1, and 5 in group 0"),
+        ({"outer_optimizer": optax.adam(0.1)}, 2, "outer_optimizer is the program"),
         ({"outer_optimizer": None}, 2, "outer_optimizer is SGD"),
     ],
 )

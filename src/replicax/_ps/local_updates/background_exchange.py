@@ -433,7 +433,7 @@ class BackgroundExchange:
         for name, (key, shape, dtype) in each.programs.shards.items():
             initial = "array"
             if name not in values:
-                zeros = each.programs.zeros(name)
+                zeros = each.programs.initial(name)
                 _send_program(each.ask, zeros)
                 initial = zeros.digest
             described.append({"key": key, "shape": list(shape), "dtype": dtype.name, "initial": initial})

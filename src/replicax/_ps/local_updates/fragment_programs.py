@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, final
 
 import jax
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax._ps.local_updates.int8_blocks import BLOCK, num_blocks
+from replicax._ps.local_updates.outer_optimizer import OuterTransformation
 from replicax._ps.local_updates.round_state import REFUSED, MemberState, RoundState
 from replicax._ps.programs.programs import UpdateProgram
 from replicax._src.program_kit.traced_programs import export
@@ -43,10 +45,12 @@ class FragmentPrograms:
       num_members: The number of groups.
       is_nesterov: True if the outer optimizer looks ahead: ``theta -= rate * (mean + decay * momentum)`` in place of
         ``theta -= rate * momentum``, where ``momentum = decay * momentum + mean``.
+      optimizer: A transformation of optax in place of this update, which has its own rates.
       is_compressed: True if pushes are 8-bit integers with scales; see ``int8_blocks.py``.
       platforms: What the programs run on.
 
     Attributes:
+      size: The number of values.
       shards: The key, shape and dtype of each shard, by its name.
       claim, push, close: The programs. ``*_operands`` returns what they take.
     """
@@ -59,12 +63,17 @@ class FragmentPrograms:
         *,
         is_nesterov: bool = True,
         is_compressed: bool = False,
+        optimizer: OuterTransformation | None = None,
         platforms: Sequence[str] = ("cpu",),
     ):
-        self.is_compressed, self._platforms = is_compressed, platforms
+        self.size = size
+        self.is_compressed, self._platforms, self._optimizer = is_compressed, platforms, optimizer
+        first = [] if optimizer is None else jax.eval_shape(lambda: optimizer.first_state(size))
+        self._state = ["momentum"] if optimizer is None else [f"state {at}" for at in range(len(first))]
         specs: dict[str, tuple[tuple[int, ...], type[np.generic]]] = {
             "theta": ((size,), np.float32),
-            "momentum": ((size,), np.float32),
+            **dict.fromkeys(self._state, ((size,), np.float32)),
+            **{name: (leaf.shape, leaf.dtype.type) for name, leaf in zip(self._state, first, strict=False)},
             "slots": ((num_members, size), np.float32),
             "rounds": ((1 + num_members, len(MemberState._fields)), np.int32),
             "history": ((NUM_IN_HISTORY, 2 + num_members), np.int32),
@@ -77,18 +86,25 @@ class FragmentPrograms:
             pushed = [((size,), np.int8), ((num_blocks(size),), np.float32)]
         self.claim = self._program("claim", _claim, ("rounds",), [((3,), np.int32)])
         self.push = self._program("push", _push, ("rounds", "slots"), [((6,), np.int32), *pushed])
+        of_sgd = _close_nesterov if is_nesterov else _close
         self.close = self._program(
             "close",
-            _close_nesterov if is_nesterov else _close,
-            ("theta", "momentum", "slots", "rounds", "history"),
+            of_sgd if optimizer is None else _CloseWith(optimizer),
+            ("theta", *self._state, "slots", "rounds", "history"),
             [((3,), np.int32), ((2,), np.float32)],
         )
 
-    def zeros(self, name: str) -> UpdateProgram:
-        """Returns a program that makes a shard of zeros, so that no value is sent."""
+    def initial(self, name: str) -> UpdateProgram:
+        """Returns a program that makes a shard's first value, so that no value is sent: zeros, or an optimizer's."""
         _, shape, dtype = self.shards[name]
-        blob = export(lambda: [jnp.zeros(shape, dtype)], [], self._platforms, f"zeros_{name}")
-        return UpdateProgram(blob, (), ())
+        optimizer = self._optimizer
+
+        def first() -> list[Any]:
+            if optimizer is None or name not in self._state:
+                return [jnp.zeros(shape, dtype)]
+            return [optimizer.first_state(self.size)[self._state.index(name)]]
+
+        return UpdateProgram(export(first, [], self._platforms, "first_value_of_local_updates"), (), ())
 
     def first_rounds(self, birth: int) -> np.ndarray:
         """Returns the first value of the shard ``rounds``."""
@@ -183,22 +199,49 @@ def _push(rounds: jax.Array, slots: jax.Array, header: jax.Array, *pushed: jax.A
 
 
 def _close(*arrays: jax.Array, is_nesterov: bool = False) -> Sequence[jax.Array]:
-    *state, (version, quorum, is_flush), (rate, decay) = arrays
-    rounds = state[3]
+    def updated(
+        theta: jax.Array, state: Sequence[jax.Array], mean: jax.Array, is_flush: jax.Array
+    ) -> Sequence[jax.Array]:
+        rate, decay = arrays[-1]
+        (momentum,) = state
+        after = decay * momentum + mean
+        step = mean + decay * after if is_nesterov else after
+        return theta - rate * step, jnp.where(is_flush != 0, momentum, after)
+
+    return _closed(updated, *arrays)
+
+
+@dataclass(frozen=True)
+class _CloseWith:
+    """The program ``close`` with a transformation of optax."""
+
+    optimizer: OuterTransformation
+
+    def __call__(self, *arrays: jax.Array) -> Sequence[jax.Array]:
+        def updated(
+            theta: jax.Array, state: Sequence[jax.Array], mean: jax.Array, is_flush: jax.Array
+        ) -> Sequence[jax.Array]:
+            after = self.optimizer.applied(theta, state, mean)
+            both = zip((theta - mean, *state), (after[0], *after[1]), strict=True)
+            return [jnp.where(is_flush != 0, flushed, stepped) for flushed, stepped in both]
+
+        return _closed(updated, *arrays)
+
+
+def _closed(updated: Callable[..., Sequence[jax.Array]], *arrays: jax.Array) -> Sequence[jax.Array]:
+    """Closes a round if it is open, and has a quorum. ``updated`` returns the parameters and the optimizer's state."""
+    *state, (version, quorum, is_flush), _ = arrays
+    rounds = state[-2]
     num_contributors = (rounds[1:, _TOKENS] > 0).sum()
     closes = (rounds[0, _VERSION] == version) & (num_contributors >= jnp.maximum(quorum, 1))
 
-    def closed(
-        theta: jax.Array, momentum: jax.Array, slots: jax.Array, rounds: jax.Array, history: jax.Array
-    ) -> tuple[jax.Array, ...]:
+    def closed(theta: jax.Array, *others: jax.Array) -> tuple[jax.Array, ...]:
+        *own, slots, rounds, history = others
         tokens = rounds[1:, _TOKENS]
         mean = _mean(slots, tokens.astype(jnp.float32))
-        after = decay * momentum + mean
-        step = mean + decay * after if is_nesterov else after
         row = jnp.concatenate([jnp.stack([version + 1, is_flush]), tokens])
         return (
-            theta - rate * step,
-            jnp.where(is_flush != 0, momentum, after),
+            *updated(theta, own, mean, is_flush),
             jnp.zeros_like(slots),
             rounds.at[0, _VERSION].add(1).at[1:, _TOKENS].set(0),
             history.at[(version + 1) % NUM_IN_HISTORY].set(row),

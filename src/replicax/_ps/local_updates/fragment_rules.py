@@ -89,7 +89,7 @@ class FragmentRules:
         self._birth: int | None = None
         self._claimed: str | None = None  # the instance in which the slot is this process's
         self._state: RoundState | None = None
-        self._in_flight: Literal["request", "fetch"] | None = None
+        self._in_flight: Literal["request", "push", "fetch"] | None = None
         # Outer parameters: (instance, version).
         self._fetched: tuple[str, int] | None = None
         self._adopted: tuple[str, int] | None = None
@@ -99,6 +99,7 @@ class FragmentRules:
         self._merged: list[tuple[int, int]] = []  # runs of pushes, first and last, that adopted versions have
         self._tokens_of: dict[int, int] = {}  # of each push that is in no adopted version
         self._unanswered: int | None = None
+        self._is_refused = False  # the server did not add the push, which waits for a tick
         self._last = 0  # the push that says that it is the last
         self._enters: dict[int, int] = {}  # answered pushes: the version that has them
         self._returned: list[int] = []  # pushes that count as not pushed again
@@ -133,7 +134,8 @@ class FragmentRules:
 
     def answered(self, instance: str, state: RoundState, now: float) -> list[Action]:
         """The server has answered the request in flight, with the state after it."""
-        is_fetch, self._in_flight = self._in_flight == "fetch", None
+        is_fetch, was_push = self._in_flight == "fetch", self._in_flight == "push"
+        self._in_flight = None
         self._is_silent = False
         self._heard.note(self.fragment, state.members, now)
         if instance != self._instance:
@@ -152,6 +154,8 @@ class FragmentRules:
             actions += self._restored(me.pushed, state.birth)
         if self._unanswered is not None and me.pushed >= self._unanswered:
             actions += self._push_answered(self._unanswered, me, now)
+        if was_push:
+            self._is_refused = self._unanswered is not None
         if is_fetch:
             self._fetched = instance, state.version
             if not self.has_begun:
@@ -170,6 +174,7 @@ class FragmentRules:
 
     def tick(self, now: float) -> list[Action]:
         """Some time has passed."""
+        self._is_refused = False
         return self._advance(now, is_due=True)
 
     def finish(self, now: float) -> list[Action]:
@@ -282,7 +287,13 @@ class FragmentRules:
         if self._in_flight is None and not self.is_replaced:
             request = self._request(now, is_due=is_due)
             if request is not None:
-                self._in_flight = "fetch" if isinstance(request, FetchOuter) else "request"
+                match request:
+                    case FetchOuter():
+                        self._in_flight = "fetch"
+                    case SendPush():
+                        self._in_flight = "push"
+                    case _:
+                        self._in_flight = "request"
                 actions.append(request)
         return actions
 
@@ -292,7 +303,7 @@ class FragmentRules:
         if self._state is None or self._state.members[self._member].owner != self._owner:
             expected = 0 if self._state is None else self._state.members[self._member].owner
             return ClaimSlot(self.fragment, expected)
-        if self._unanswered is not None:
+        if self._unanswered is not None and not self._is_refused:
             self._sent_at = now
             return SendPush(
                 self.fragment,

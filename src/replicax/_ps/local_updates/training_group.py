@@ -23,7 +23,12 @@ from replicax._ps.local_updates.fragment_split import offsets_of, split_evenly
 from replicax._ps.local_updates.fragment_values import FragmentValues
 from replicax._ps.local_updates.group_processes import GroupProcesses
 from replicax._ps.local_updates.group_settings import GroupSettings
-from replicax._ps.local_updates.outer_optimizer import OuterSgd, outer_sgd_of
+from replicax._ps.local_updates.outer_optimizer import (
+    OuterOptimizer,
+    OuterSgd,
+    OuterTransformation,
+    outer_optimizer_of,
+)
 from replicax._ps.local_updates.replay_file import ReplayWriter
 from replicax._ps.local_updates.syncers import Syncers
 from replicax._src.program_kit.cluster_tasks import ServerSettings
@@ -51,7 +56,7 @@ class _Fragment:
 
     numbers: Sequence[int]
     values: FragmentValues
-    optimizer: OuterSgd
+    optimizer: OuterOptimizer
     tokens: int = field(default=0)
 
 
@@ -78,7 +83,8 @@ class LocalUpdates:
     Args:
       every: The number of steps after which each fragment is exchanged.
       outer_optimizer: The update of a round: a ``keras.optimizers.SGD`` with a learning rate that is a number, momentum
-        and nesterov. None is SGD(1.0, momentum=0.5, nesterov=True).
+        and nesterov; or a transformation of optax, to which each fragment is one vector. None is SGD(1.0, momentum=0.5,
+        nesterov=True).
       fragments: The number of fragments of the parameters, which are exchanged one after the other: every 30 steps in 4
         fragments sends one of them every 7 or 8 steps.
       quorum: The number of groups that a round waits for, of those that are alive; all others have some time to follow.
@@ -123,7 +129,7 @@ class LocalUpdates:
         self._start_limit_s = settings.start_limit_s
         self._every = _at_least_1("every", every)
         self._num_fragments = _at_least_1("fragments", fragments)
-        self._optimizer = outer_sgd_of(outer_optimizer)
+        self._optimizer = outer_optimizer_of(outer_optimizer)
         if compression not in _COMPRESSIONS:
             raise InvalidArgumentError(
                 f"{_NAME}(compression={compression!r}): it must be 'int8' or None (float32)."
@@ -295,6 +301,7 @@ class LocalUpdates:
         if self._processes is not None:
             self._exchange_now(range(len(self._fragments)), self._params)
             values = self._all_of_leader(lambda: self._leading.finish(timeout_s))
+            self._version = self._processes.agreed(lambda: self._leading.version)
             self._write(dict(enumerate(values)))
             self._params = self._attached.tree if self._attached.is_pytree else None
         self._is_finished = True
@@ -366,6 +373,7 @@ class LocalUpdates:
         for number in range(len(fragments)):
             self._due.setdefault(offsets[number], []).append(number)
         self._adopts_at_once = None if processes.are_several else self._exchange
+        self._version = processes.agreed(lambda: self._leading.version)
         self._write(dict(enumerate(adopted)), attached)
         _logger.info(
             "LocalUpdates: group %d of %d (from 0) exchanges %d fragments every %d steps through %s.",
@@ -403,9 +411,9 @@ class LocalUpdates:
                 {
                     "arrays": list(each.numbers),
                     "size": each.values.size,
-                    "rate": each.optimizer.rate,
-                    "decay": each.optimizer.decay,
-                    "is_nesterov": each.optimizer.is_nesterov,
+                    "outer_optimizer": str(each.optimizer)
+                    if isinstance(each.optimizer, OuterSgd)
+                    else "optax",
                 }
                 for each in self._fragments
             ],
@@ -454,17 +462,27 @@ class LocalUpdates:
 
     def _exchanged(self, number: int, syncers: Syncers) -> ExchangedFragment:
         fragment = self._fragments[number]
-        programs = FragmentPrograms(
-            f"local updates/{number}",
-            fragment.values.size,
-            self.num_groups,
-            is_nesterov=fragment.optimizer.is_nesterov,
-            is_compressed=self._compression is not None,
-        )
         ask = syncers.asking(number % len(syncers))
-        return ExchangedFragment(ask, programs, fragment.optimizer.rate, fragment.optimizer.decay)
+        match fragment.optimizer:
+            case OuterSgd(rate, decay, is_nesterov):
+                programs = self._programs(number, is_nesterov=is_nesterov)
+                return ExchangedFragment(ask, programs, rate, decay)
+            case optimizer:
+                return ExchangedFragment(ask, self._programs(number, optimizer=optimizer))
+
+    def _programs(self, number: int, **update: Any) -> FragmentPrograms:
+        return FragmentPrograms(
+            f"local updates/{number}",
+            self._fragments[number].values.size,
+            self.num_groups,
+            is_compressed=self._compression is not None,
+            **update,
+        )
 
     def _settings(self, specs: Sequence[TravellingArray]) -> GroupSettings:
+        described = self._optimizer
+        if isinstance(described, OuterTransformation):
+            described = f"the program {self._programs(0, optimizer=described).close.digest}"
         return GroupSettings(
             self.index,
             [
@@ -473,9 +491,9 @@ class LocalUpdates:
                 ("fragments", str(self._num_fragments)),
                 ("quorum", str(self._options.quorum)),
                 ("compression", str(self._compression)),
-                ("outer_optimizer", str(self._optimizer)),
                 ("the number of parameters", str(len(specs))),
                 *((f"parameter {at}", f"{spec.described}\t{spec.name}") for at, spec in enumerate(specs)),
+                ("outer_optimizer", str(described)),
             ],
         )
 
