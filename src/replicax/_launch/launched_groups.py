@@ -18,11 +18,10 @@ from replicax._launch.standard_streams import UNREAD_EXIT_CODE
 from replicax._launch.supervisor import Renew, Start, Supervisor, SupervisorOptions
 from replicax._launch.tasks_here import TasksHere, environment_of, token_of_job, with_gpus
 from replicax._src.cluster.errors import ClusterError
+from replicax._src.cluster.group_place import GROUP_VARIABLE, SYNCERS_VARIABLE
 from replicax._src.cluster.machine_layout import (
-    GROUP_VARIABLE,
     SERVER_COMMAND,
     STATUS_ADDRESS_VARIABLE,
-    SYNCERS_VARIABLE,
     TASKS_ON_HOST_VARIABLE,
     free_ports,
 )

@@ -35,6 +35,7 @@ PUBLIC: Final = (
      "PerWorkerDataset PerWorkerIterator PerWorkerValue PerWorkerValues experimental_get_current_worker_index"),
     ("replicax._ps.coordinator.per_worker_variable", "replicax.experimental", "PerWorkerVariable"),
     ("replicax._ps.local_updates.training_group", "replicax.experimental", "LocalUpdates"),
+    ("replicax._ps.keras.local_updates_callback", "replicax.keras.callbacks", "LocalUpdatesCallback"),
     ("replicax._ps.placement.table_files", "replicax.experimental", "load_table save_table"),
     ("replicax._ps.transport.rpc", "replicax.experimental.rpc", "Client Server StatusOrResult"),
     ("replicax._plan.pictures.visualize", "replicax", "visualize"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -32,3 +33,13 @@ def offsets_of(every: int, num_fragments: int) -> list[int]:
     ([7, 15, 22, 0], [0, 0])
     """
     return [(number * every // num_fragments) % every for number in range(1, num_fragments + 1)]
+
+
+def allowed_steps(every: int, num_fragments: int) -> list[int]:
+    """Returns the numbers of steps that may be counted at once: between such steps lie all boundaries.
+
+    >>> allowed_steps(24, 4), allowed_steps(30, 4)
+    ([1, 2, 3, 6], [1])
+    """
+    shared = math.gcd(every, *offsets_of(every, num_fragments))
+    return [number for number in range(1, shared + 1) if not shared % number]

@@ -19,10 +19,11 @@ from replicax._ps.local_updates.attached_arrays import AttachedArrays, Travellin
 from replicax._ps.local_updates.background_exchange import BackgroundExchange, ExchangedFragment
 from replicax._ps.local_updates.fragment_programs import FragmentPrograms
 from replicax._ps.local_updates.fragment_rules import ExchangeOptions
-from replicax._ps.local_updates.fragment_split import offsets_of, split_evenly
+from replicax._ps.local_updates.fragment_split import allowed_steps, offsets_of, split_evenly
 from replicax._ps.local_updates.fragment_values import FragmentValues
 from replicax._ps.local_updates.group_processes import GroupProcesses
 from replicax._ps.local_updates.group_settings import GroupSettings
+from replicax._ps.local_updates.group_status import show_groups
 from replicax._ps.local_updates.outer_optimizer import (
     OuterOptimizer,
     OuterSgd,
@@ -33,7 +34,11 @@ from replicax._ps.local_updates.replay_file import ReplayWriter
 from replicax._ps.local_updates.syncers import Syncers
 from replicax._src.program_kit.cluster_tasks import ServerSettings
 from replicax._src.program_kit.errors import ContextError, InvalidArgumentError
+<<<<<<< HEAD
 from replicax._src.program_kit.texts import path_of
+=======
+from replicax._src.program_kit.variables import use_imported
+>>>>>>> gkeras
 
 _logger = logging.getLogger("replicax")
 _NAME: Final = "rx.experimental.LocalUpdates"
@@ -123,13 +128,19 @@ class LocalUpdates:
         patience_s: float = 60.0,
         log: str | os.PathLike[str] | None = None,
     ):
+        use_imported()  # `model.fit` is looked up before a callback is made in its call
         settings = ServerSettings()
         self._log_path = settings.replay_file if log is None else path_of(log, "log", "replay.log")
         self._place = settings.group
         self._start_limit_s = settings.start_limit_s
         self._every = _at_least_1("every", every)
         self._num_fragments = _at_least_1("fragments", fragments)
+<<<<<<< HEAD
         self._optimizer = outer_optimizer_of(outer_optimizer)
+=======
+        self._allowed_steps = allowed_steps(self._every, self._num_fragments)
+        self._optimizer = outer_sgd_of(outer_optimizer)
+>>>>>>> gkeras
         if compression not in _COMPRESSIONS:
             raise InvalidArgumentError(
                 f"{_NAME}(compression={compression!r}): it must be 'int8' or None (float32)."
@@ -175,6 +186,11 @@ class LocalUpdates:
     def every(self) -> int:
         """The number of steps after which each fragment is exchanged."""
         return self._every
+
+    @property
+    def allowed_steps(self) -> Sequence[int]:
+        """The numbers that ``steps`` of a call of ``step`` may have, and ``steps_per_execution`` of a Keras model."""
+        return self._allowed_steps
 
     @property
     def steps(self) -> int:
@@ -365,6 +381,7 @@ class LocalUpdates:
         self._fragments, self._processes = fragments, processes
         try:
             adopted = self._all_of_leader(lambda: self._connected(attached.specs, values))
+            self._version = processes.agreed(lambda: self._leading.version)
         except BaseException:
             self._processes = None
             self._end(leaves=False)
@@ -389,7 +406,7 @@ class LocalUpdates:
         syncers.greet(self._start_limit_s)
         syncers.agree(self._settings(specs))
         (device,) = values[0].devices()
-        self._exchange = BackgroundExchange(
+        exchange = self._exchange = BackgroundExchange(
             self.index,
             self.num_groups,
             [self._exchanged(number, syncers) for number in range(len(self._fragments))],
@@ -397,7 +414,8 @@ class LocalUpdates:
             place=lambda outer: jax.device_put(np.asarray(outer), device),
             log_of=None if self._log_path is None else self._replay_log,
         )
-        return self._exchange.begin(values, self._start_limit_s)
+        show_groups(lambda: exchange.status(self.statistics()))
+        return exchange.begin(values, self._start_limit_s)
 
     def _replay_log(self, owner: int) -> ReplayWriter:
         assert self._log_path is not None
@@ -548,6 +566,7 @@ class LocalUpdates:
     def _end(self, *, leaves: bool) -> None:
         self._is_closed = True
         if self._exchange is not None:
+            show_groups(None)
             self._exchange.close()
         if self._syncers is not None:
             self._syncers.close(leaves=leaves)
@@ -583,13 +602,11 @@ class LocalUpdates:
         return params
 
     def _check_steps(self, steps: int) -> None:
-        common = math.gcd(self._every, *self._due)
-        if steps < 1 or common % steps:
-            allowed = [str(each) for each in range(1, common + 1) if not common % each]
+        if steps not in self.allowed_steps:
             raise InvalidArgumentError(
                 f"{_NAME}.step(steps={steps}): with every={self._every} and fragments={self._num_fragments} there is a "
-                f"boundary within so many steps. Allowed are {', '.join(allowed)}; or choose `every` and `fragments` so that "
-                f"every / fragments is a multiple of {max(steps, 1)}."
+                f"boundary within so many steps. Allowed are {', '.join(map(str, self.allowed_steps))}; or choose `every` and "
+                f"`fragments` so that every / fragments is a multiple of {max(steps, 1)}."
             )
 
 

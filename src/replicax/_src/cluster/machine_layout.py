@@ -31,10 +31,6 @@ DEVICES_VARIABLE: Final = "REPLICAX_DEVICES_PER_WORKER"
 TASKS_ON_HOST_VARIABLE: Final = "REPLICAX_TASKS_ON_HOST"
 # The number of parameter servers that hold each variable.
 REPLICATION_VARIABLE: Final = "REPLICAX_REPLICATION"
-GROUP_VARIABLE: Final = "REPLICAX_GROUP"
-"""Set to ``index/number`` in each process of a group that trains alone and exchanges with the others: ``0/4``."""
-SYNCERS_VARIABLE: Final = "REPLICAX_SYNCERS"
-"""Set to the addresses of the servers through which groups exchange, with commas between them."""
 # The address at which the status of the job is served.
 STATUS_ADDRESS_VARIABLE: Final = "REPLICAX_STATUS_ADDRESS"
 # The arguments of ``python`` for a server; TF_CONFIG says which one it is.

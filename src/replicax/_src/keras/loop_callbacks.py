@@ -13,7 +13,7 @@ import keras
 from replicax._src.checkpoint import agreement
 from replicax._src.cluster.leading import value_of_leader
 from replicax._src.cluster.peers import Peers
-from replicax._src.keras import checkpoint_callback, fit_status, internals, shared_reads
+from replicax._src.keras import checkpoint_callback, fit_status, internals, shared_reads, surrounding_callback
 from replicax._src.keras.fit_call import FitCall
 from replicax._src.keras.gradient_accumulation import add_up
 from replicax._src.keras.overriding import overridden
@@ -39,6 +39,7 @@ def in_loop(call: FitCall, strategy: Strategy | None) -> Iterator[FitCall]:
         if call.method == "fit":
             _keep_files_of_others(listed)
             stack.enter_context(_written_by_chief(strategy, listed))
+            listed = stack.enter_context(surrounding_callback.in_fit(listed))
             reads = None if is_ordered else shared_reads.of(strategy)
             if reads is not None:
                 listed = stack.enter_context(reads.in_fit(listed))

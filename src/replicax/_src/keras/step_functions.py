@@ -46,6 +46,7 @@ class StepFunction(abc.ABC):
       phase: The phase of these steps.
       strategy: The strategy that they run under.
       name: The display name, such as ``"Classifier.train_step"``.
+      num_taken, num_rows: The numbers of batches that it has taken, and of their rows on all replicas.
     """
 
     def __init__(self, model: Any, phase: Phase, strategy: Strategy):
@@ -53,6 +54,7 @@ class StepFunction(abc.ABC):
         self.name = f"{type(model).__name__}.{phase.step_name}"
         self._same_batches = SameBatches(strategy.topology.peers, self.name)
         self._num_batches: int | None = None
+        self.num_taken = self.num_rows = 0
 
     def in_call(self, call: FitCall) -> contextlib.AbstractContextManager[None]:
         """Surrounds one of Keras's methods. On exit the variables have the full state again."""
@@ -126,6 +128,8 @@ class StepFunction(abc.ABC):
             self._same_batches.check_batch(batch)
             counters.num_batches += 1
             counters.num_examples += self._num_rows_here(batch)
+            self.num_taken += 1
+            self.num_rows += batch.num_rows if batch.worker_sizes is None else sum(batch.worker_sizes)
             yield batch
 
     def _num_rows_here(self, batch: DatasetBatch) -> int:

@@ -6,8 +6,10 @@ from replicax._src.keras.fit_call import FitCall
 from replicax._src.keras.internals import DataAdapter, initializer_of, store, stored
 from replicax._src.keras.phases import Phase
 from replicax._src.keras.replica_steps import ReplicaStep, ReplicaStyleFunction, state_elsewhere
+from replicax._src.keras.row_counting import counting_rows
 from replicax._src.keras.stateless_update import StatelessUpdate
 from replicax._src.keras.step_functions import joined
+from replicax._src.keras.surrounding_callback import SurroundingCallback
 from replicax._src.lowering.batch import DatasetBatch
 from replicax._src.tracing.optimizer_slots import kept_for
 
@@ -19,6 +21,8 @@ __all__ = [
     "ReplicaStep",
     "ReplicaStyleFunction",
     "StatelessUpdate",
+    "SurroundingCallback",
+    "counting_rows",
     "initializer_of",
     "joined",
     "kept_for",

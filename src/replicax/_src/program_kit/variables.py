@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from replicax._src.scope.context import Scope, call_replica, no_new_variables, strategy_for_new_variable
 from replicax._src.values.distributed import ArrayLike, PerReplica, is_value, per_replica_stack
-from replicax._src.values.framework import is_variable
+from replicax._src.values.framework import is_variable, use_imported
 from replicax._src.values.future_value import FutureValue
 from replicax._src.variables.embedding_lookup import owner_of_table
 from replicax._src.variables.partitioners import partition
@@ -28,4 +28,5 @@ __all__ = [
     "partition",
     "per_replica_stack",
     "strategy_for_new_variable",
+    "use_imported",
 ]
