@@ -34,11 +34,8 @@ from replicax._ps.local_updates.replay_file import ReplayWriter
 from replicax._ps.local_updates.syncers import Syncers
 from replicax._src.program_kit.cluster_tasks import ServerSettings
 from replicax._src.program_kit.errors import ContextError, InvalidArgumentError
-<<<<<<< HEAD
 from replicax._src.program_kit.texts import path_of
-=======
 from replicax._src.program_kit.variables import use_imported
->>>>>>> gkeras
 
 _logger = logging.getLogger("replicax")
 _NAME: Final = "rx.experimental.LocalUpdates"
@@ -135,12 +132,8 @@ class LocalUpdates:
         self._start_limit_s = settings.start_limit_s
         self._every = _at_least_1("every", every)
         self._num_fragments = _at_least_1("fragments", fragments)
-<<<<<<< HEAD
-        self._optimizer = outer_optimizer_of(outer_optimizer)
-=======
         self._allowed_steps = allowed_steps(self._every, self._num_fragments)
-        self._optimizer = outer_sgd_of(outer_optimizer)
->>>>>>> gkeras
+        self._optimizer = outer_optimizer_of(outer_optimizer)
         if compression not in _COMPRESSIONS:
             raise InvalidArgumentError(
                 f"{_NAME}(compression={compression!r}): it must be 'int8' or None (float32)."
