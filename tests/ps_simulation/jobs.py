@@ -137,7 +137,7 @@ class Jobs:
         self.num_worker_faults = 0
         self.disturbances = Disturbances()
         self.ended_sessions = []  # tasks that have dropped their data because the coordinator was silent
-        self.is_lost = self.is_closed_early = self.is_measured = False
+        self.is_lost = self.is_closed_early = False
         self.keys = [f"counter {number}" for number in range(self.num_servers)]
         self.made_later = [
             [] for _ in self.keys
@@ -403,7 +403,6 @@ class Jobs:
         if self.is_lost:
             return
         kept = lengths_of(self.coordinator.job)
-        self.check_lengths(kept)
         num_seen = kept.pop("ServerState._seen", 0) + kept.pop("ServerState._accepted", 0)
         assert num_seen <= MOST_PROCESSES, f"servers go back again and again: {num_seen} processes"
         num_kept = sum(number for where, number in kept.items() if not where.startswith("EventRecord"))
@@ -413,11 +412,6 @@ class Jobs:
             for each in self.kept_on(self.world.processes[ps(server)]):
                 lengths = lengths_of(each)
                 assert sum(lengths.values()) <= MOST_ON_SERVER, f"ps {server} keeps {lengths.most_common(8)}"
-
-    def check_lengths(self, lengths):
-        """A job that has ended keeps not much more than its last events, whether it is lost or not."""
-        self.is_measured = True
-        assert sum(lengths.values()) < MOST_LENGTHS, f"the job keeps {lengths.most_common(8)}"
 
     def kept_on(self, process):
         """Returns the objects of a server that know of functions."""
@@ -532,8 +526,9 @@ class Jobs:
         self.check_failures()
         if self.is_lost:
             self.check_lost()
-        if self.coordinator.job is not None and not self.is_measured:
-            self.check_lengths(lengths_of(self.coordinator.job))
+        if self.coordinator.job is not None:
+            lengths = lengths_of(self.coordinator.job)
+            assert sum(lengths.values()) < MOST_LENGTHS, f"the job keeps {lengths.most_common(8)}"
 
     # --- what may be lost ---------------------------------------------------------------------------
 
