@@ -137,11 +137,27 @@ def test_without_groups_fit_computes_what_it_computes_without_the_callback(monke
         history = fit(model, groups, **options) if is_grouped else fit(model, groups, callbacks=[], **options)
         results.append([*values_of(model), *values_of_optimizer(model.optimizer), *history.history.values()])
     assert_equal(*results)
-    assert groups.statistics() == {
-        "steps": 6,
-        "tokens": 22,
-        "version": 0,
-    }  # 3 batches: an execution with 2, and with 1
+    # 3 batches in an epoch: an execution with 2 steps, and one with 1.
+    assert groups.statistics() == {"steps": 6, "tokens": 22, "version": 0}
+
+
+def test_statistics_of_a_late_group_stay_between_those_of_all_groups(group):
+    groups = [group(number, 2, every=1, quorum=1, grace_s=0.0) for number in range(2)]
+    models = [model_of(number) for number in range(2)]
+    for each, model in zip(groups, models, strict=True):
+        each.attach(model)
+    for each, model, variance in zip(groups, models, (0.1, 0.2), strict=True):  # 1 before the first step
+        model.layers[0].moving_variance.assign([variance] * 3)
+        each.step(tokens=1)
+        each.wait(WAIT_S)
+    ending = threading.Timer(0.0, groups[0].finish, [WAIT_S])
+    ending.start()
+    groups[1].finish(WAIT_S)
+    ending.join(WAIT_S)
+    for model in models:
+        variances = np.array(model.layers[0].moving_variance.value)
+        assert (variances >= 0.1 - 1e-6).all()
+        assert (variances <= 0.2 + 1e-6).all()
 
 
 @pytest.mark.rest

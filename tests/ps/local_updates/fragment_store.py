@@ -15,10 +15,8 @@ class FragmentStore:
       rate, decay: Those of the outer optimizer.
     """
 
-    def __init__(self, size, num_members, *, is_nesterov=True, is_compressed=False, optimizer=None):
-        self.programs = FragmentPrograms(
-            "p", size, num_members, is_nesterov=is_nesterov, is_compressed=is_compressed, optimizer=optimizer
-        )
+    def __init__(self, size, num_members, *, is_compressed=False, **update):
+        self.programs = FragmentPrograms("p", size, num_members, is_compressed=is_compressed, **update)
         self.is_compressed = is_compressed
         self.rate, self.decay = 1.0, 0.0
         self.store = Store()

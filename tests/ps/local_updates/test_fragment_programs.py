@@ -109,6 +109,7 @@ def test_close_is_a_step_of_sgd_with_the_mean_by_rows_and_a_flush_adds_the_mean(
         np.testing.assert_array_equal(store.read("history")[version + 1], [version + 1, is_flush, 14, 2])
 
 
+@pytest.mark.rest
 def test_close_with_optax_is_its_update_of_the_mean_by_rows_and_a_flush_leaves_its_state():
     transformation = optax.chain(optax.clip(1.0), optax.adam(0.1))
     store = FragmentStore(SIZE, 2, optimizer=OuterTransformation(transformation)).begin(np.zeros(SIZE))

@@ -135,6 +135,7 @@ def values_of(model):
     return [np.array(weight.value) for weight in model.weights]
 
 
+@pytest.mark.rest
 def test_keras_models_on_several_devices_begin_alike_and_end_with_the_mean_by_rows(group):
     strategies = [rx.MirroredStrategy(["cpu:0", "cpu:1"]), rx.OneDeviceStrategy("cpu:2")]
     models = []

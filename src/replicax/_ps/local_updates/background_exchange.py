@@ -23,6 +23,7 @@ from replicax._ps.local_updates.group_status import group_status
 from replicax._ps.local_updates.int8_blocks import encoded
 from replicax._ps.local_updates.member_rules import MemberRules
 from replicax._ps.local_updates.replay_file import ReplayWriter, checksum_of
+from replicax._ps.local_updates.state_values import StateValues
 from replicax._ps.local_updates.unmerged_progress import UnmergedProgress
 from replicax._ps.programs.programs import UpdateProgram
 from replicax._ps.transport.messages import Message
@@ -98,7 +99,7 @@ class BackgroundExchange:
         self._rules = MemberRules(member, num_members, len(fragments), self._owner, options, time.monotonic())
         self._changed = threading.Condition()
         self._values: list[Any] = []
-        self._progress: list[UnmergedProgress[Any]] = []
+        self._progress: list[UnmergedProgress[Any] | StateValues[Any]] = []
         self._outer: dict[int, Any] = {}
         self._error: BaseException | None = None
         self._is_done = self._is_closed = False
@@ -118,7 +119,10 @@ class BackgroundExchange:
         """
         with self._changed:
             self._values = list(values)
-            self._progress = [UnmergedProgress(each) for each in values]
+            self._progress = [
+                StateValues(each) if fragment.programs.is_state else UnmergedProgress(each)
+                for fragment, each in zip(self._fragments, values, strict=True)
+            ]
             self._ticker.start()
             if not self._wait(lambda: self._rules.has_begun, timeout_s):
                 raise UnavailableError(
@@ -304,8 +308,7 @@ class BackgroundExchange:
             case actions.SendPush(fragment, number):
                 return self._progress[fragment].pushes[number]
             case actions.ClaimSlot(fragment):
-                progress = self._progress[fragment]
-                return sum(progress.pushes.values(), progress.base)
+                return self._progress[fragment].start
         return None
 
     def _fail(self, error: BaseException) -> None:

@@ -46,6 +46,8 @@ class FragmentPrograms:
       is_nesterov: True if the outer optimizer looks ahead: ``theta -= rate * (mean + decay * momentum)`` in place of
         ``theta -= rate * momentum``, where ``momentum = decay * momentum + mean``.
       optimizer: A transformation of optax in place of this update, which has its own rates.
+      is_state: True if no gradient changes the values: pushes are values, and a round takes their mean, without any
+        optimizer; see ``state_values.py``.
       is_compressed: True if pushes are 8-bit integers with scales; see ``int8_blocks.py``.
       platforms: What the programs run on.
 
@@ -64,9 +66,10 @@ class FragmentPrograms:
         is_nesterov: bool = True,
         is_compressed: bool = False,
         optimizer: OuterTransformation | None = None,
+        is_state: bool = False,
         platforms: Sequence[str] = ("cpu",),
     ):
-        self.size = size
+        self.size, self.is_state = size, is_state
         self.is_compressed, self._platforms, self._optimizer = is_compressed, platforms, optimizer
         first = [] if optimizer is None else jax.eval_shape(lambda: optimizer.first_state(size))
         self._state = ["momentum"] if optimizer is None else [f"state {at}" for at in range(len(first))]
@@ -85,8 +88,9 @@ class FragmentPrograms:
         if is_compressed:
             pushed = [((size,), np.int8), ((num_blocks(size),), np.float32)]
         self.claim = self._program("claim", _claim, ("rounds",), [((3,), np.int32)])
-        self.push = self._program("push", _push, ("rounds", "slots"), [((6,), np.int32), *pushed])
-        of_sgd = _close_nesterov if is_nesterov else _close
+        push = _push_values if is_state else _push
+        self.push = self._program("push", push, ("rounds", "slots"), [((6,), np.int32), *pushed])
+        of_sgd = _close_values if is_state else _close_nesterov if is_nesterov else _close
         self.close = self._program(
             "close",
             of_sgd if optimizer is None else _CloseWith(optimizer),
@@ -178,7 +182,9 @@ def _claim(rounds: jax.Array, header: jax.Array) -> list[jax.Array]:
     return [rounds.at[1 + member].set(jnp.where(before[_OWNER] == expected, taken, before))]
 
 
-def _push(rounds: jax.Array, slots: jax.Array, header: jax.Array, *pushed: jax.Array) -> list[jax.Array]:
+def _push(
+    rounds: jax.Array, slots: jax.Array, header: jax.Array, *pushed: jax.Array, is_state: bool = False
+) -> list[jax.Array]:
     member, owner, number, after, tokens, flags = header
     values = pushed[0]
     if len(pushed) == 2:
@@ -194,8 +200,13 @@ def _push(rounds: jax.Array, slots: jax.Array, header: jax.Array, *pushed: jax.A
     stops = rounds[0, _STOPPING] | jnp.where(is_next & (flags & _STOPS != 0), 1, 0)
     rounds = rounds.at[0, _STOPPING].set(stops)
     slot = slots[member]
-    slots = slots.at[member].set(jnp.where(is_next & is_finite, slot + values, slot))
+    pushed_here = values if is_state else slot + values
+    slots = slots.at[member].set(jnp.where(is_next & is_finite, pushed_here, slot))
     return [rounds, slots]
+
+
+def _push_values(*arrays: jax.Array) -> list[jax.Array]:
+    return _push(*arrays, is_state=True)
 
 
 def _close(*arrays: jax.Array, is_nesterov: bool = False) -> Sequence[jax.Array]:
@@ -248,6 +259,10 @@ def _closed(updated: Callable[..., Sequence[jax.Array]], *arrays: jax.Array) -> 
         )
 
     return jax.lax.cond(closes, closed, lambda *same: same, *state)
+
+
+def _close_values(*arrays: jax.Array) -> Sequence[jax.Array]:
+    return _closed(lambda theta, state, mean, is_flush: (mean, *state), *arrays)
 
 
 def _close_nesterov(*arrays: jax.Array) -> Sequence[jax.Array]:

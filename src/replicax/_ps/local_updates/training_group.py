@@ -40,8 +40,6 @@ from replicax._src.program_kit.variables import use_imported
 _logger = logging.getLogger("replicax")
 _NAME: Final = "rx.experimental.LocalUpdates"
 _COMPRESSIONS: Final = ("int8", None)
-_MEAN: Final = OuterSgd(1.0, 0.0, is_nesterov=False)
-"""The update of arrays that no gradient changes."""
 
 
 @final
@@ -52,13 +50,13 @@ class _Fragment:
     Attributes:
       numbers: The arrays, by their numbers in ``AttachedArrays.specs``.
       values: Their values in one array.
-      optimizer: The outer optimizer.
+      optimizer: The outer optimizer; None for arrays that no gradient changes, of which groups take the mean.
       tokens: The rows that the group had counted at its last boundary.
     """
 
     numbers: Sequence[int]
     values: FragmentValues
-    optimizer: OuterOptimizer
+    optimizer: OuterOptimizer | None
     tokens: int = field(default=0)
 
 
@@ -257,7 +255,10 @@ class LocalUpdates:
             self._check_steps(steps)
         self._num_tokens += count
         self._num_steps += steps
-        due = self._due.get(self._num_steps % self._every, ())
+        due: Sequence[int] = self._due.get(self._num_steps % self._every, ())
+        if steps != 1 and not due:  # calls with different numbers of steps
+            passed = range(self._num_steps - steps + 1, self._num_steps)
+            due = [each for number in passed for each in self._due.get(number % self._every, ())]
         if due or (self._adopts_at_once is not None and self._adopts_at_once.fetched):
             return self._exchange_now(due, params)
         self._params = params
@@ -423,7 +424,7 @@ class LocalUpdates:
                     "arrays": list(each.numbers),
                     "size": each.values.size,
                     "outer_optimizer": str(each.optimizer)
-                    if isinstance(each.optimizer, OuterSgd)
+                    if isinstance(each.optimizer, OuterSgd | None)
                     else "optax",
                 }
                 for each in self._fragments
@@ -457,9 +458,11 @@ class LocalUpdates:
             )
         sizes = [math.prod(specs[number].shape) for number in trained]
         runs = split_evenly(sizes, self._num_fragments)
-        parts = [([trained[at] for at in run], self._optimizer) for run in runs]
+        parts: list[tuple[Sequence[int], OuterOptimizer | None]] = [
+            ([trained[at] for at in run], self._optimizer) for run in runs
+        ]
         if state:
-            parts.append((state, _MEAN))
+            parts.append((state, None))
         return [
             _Fragment(
                 numbers,
@@ -478,6 +481,8 @@ class LocalUpdates:
             case OuterSgd(rate, decay, is_nesterov):
                 programs = self._programs(number, is_nesterov=is_nesterov)
                 return ExchangedFragment(ask, programs, rate, decay)
+            case None:
+                return ExchangedFragment(ask, self._programs(number, is_state=True))
             case optimizer:
                 return ExchangedFragment(ask, self._programs(number, optimizer=optimizer))
 
@@ -486,7 +491,7 @@ class LocalUpdates:
             f"local updates/{number}",
             self._fragments[number].values.size,
             self.num_groups,
-            is_compressed=self._compression is not None,
+            is_compressed=self._compression is not None and self._fragments[number].optimizer is not None,
             **update,
         )
 
@@ -558,11 +563,13 @@ class LocalUpdates:
 
     def _end(self, *, leaves: bool) -> None:
         self._is_closed = True
+        if self._syncers is not None and not leaves:
+            self._syncers.close(leaves=False)  # requests that wait for a syncer fail now
         if self._exchange is not None:
             show_groups(None)
             self._exchange.close()
-        if self._syncers is not None:
-            self._syncers.close(leaves=leaves)
+        if self._syncers is not None and leaves:
+            self._syncers.close(leaves=True)
 
     # --- checks -----------------------------------------------------------------------------------------
 

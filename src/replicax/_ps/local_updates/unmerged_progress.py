@@ -38,6 +38,14 @@ class UnmergedProgress(Generic[V]):
         self.base = base
         self.pushes: dict[int, V] = {}
 
+    @property
+    def start(self) -> V:
+        """The outer parameters to which all pushes are changes."""
+        start = self.base
+        for push in self.pushes.values():
+            start = start + push
+        return start
+
     def take(self, number: int, w: V) -> V:
         """Returns the next push: all that was not pushed."""
         push = self.pushes[number] = self.base - w
