@@ -69,7 +69,7 @@ class BackgroundExchange:
       fragments: The fragments, in the same order in all groups.
       options: How groups exchange.
       tick_s: The seconds between two looks at the servers.
-      place: Puts outer parameters where the group computes, in a thread of the exchange.
+      place: Puts outer parameters of a fragment where the group has them, in a thread of the exchange.
       log_of: Makes the log for a replay, given the number that stands for this process; None for no log.
 
     Attributes:
@@ -84,7 +84,7 @@ class BackgroundExchange:
         options: ExchangeOptions,
         *,
         tick_s: float = 0.1,
-        place: Callable[[np.ndarray], Any] = np.asarray,
+        place: Callable[[int, np.ndarray], Any] = lambda _, outer: outer,
         log_of: Callable[[int], ReplayWriter] | None = None,
     ):
         self.fetched: Sequence[int] = ()
@@ -332,7 +332,7 @@ class BackgroundExchange:
             if isinstance(action, actions.FetchOuter):
                 fetched = np.array(answer.arrays[1])
                 checksum = 0 if self._log is None else checksum_of(fetched)
-                outer = self._place(fetched)
+                outer = self._place(action.fragment, fetched)
         except InvalidArgumentError as error:
             if isinstance(action, actions.ClaimSlot):  # other groups have another fragment
                 with self._changed:

@@ -13,7 +13,6 @@ from typing import Any, Final, Self, final
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from replicax._ps.local_updates.attached_arrays import AttachedArrays, TravellingArray
 from replicax._ps.local_updates.background_exchange import BackgroundExchange, ExchangedFragment
@@ -399,13 +398,13 @@ class LocalUpdates:
         syncers = self._syncers = Syncers(self._place.syncers, self.index, self.num_groups)
         syncers.greet(self._start_limit_s)
         syncers.agree(self._settings(specs))
-        (device,) = values[0].devices()
+        devices = [next(iter(each.devices())) for each in values]
         exchange = self._exchange = BackgroundExchange(
             self.index,
             self.num_groups,
             [self._exchanged(number, syncers) for number in range(len(self._fragments))],
             self._options,
-            place=lambda outer: jax.device_put(np.asarray(outer), device),
+            place=lambda fragment, outer: jax.device_put(outer, devices[fragment]),
             log_of=None if self._log_path is None else self._replay_log,
         )
         show_groups(lambda: exchange.status(self.statistics()))
