@@ -40,14 +40,18 @@ def main(num_rounds: int, layers: int = 24, models: Sequence[str] = tuple(MODELS
         steps(model, layers, num_rounds)
 
 
-def first_steps(model: str, layers: int, num_rounds: int) -> None:
+def first_steps(
+    model: str,
+    layers: int,
+    num_rounds: int,
+    names: Sequence[str] = (BY_HAND, RUN, FIT, DATA_PARALLEL, OWN_THREADS),
+) -> None:
     """Each runs in a process that has only made the model. The bar: at most 1.1 times the neighbour's
     processor time."""
-    names = [BY_HAND, RUN, FIT, DATA_PARALLEL, OWN_THREADS]
     seconds: dict[str, list[float]] = {name: [] for name in names}
     kernels = dict.fromkeys(names, 0)
     for number in range(num_rounds):
-        for name in names[number % len(names) :] + names[: number % len(names)]:
+        for name in [*names[number % len(names) :], *names[: number % len(names)]]:
             with contextlib.closing(_process(name, model, layers)) as process:
                 seconds[name].append(process.run(1)[1])
                 kernels[name] = process.run(0, counts_kernels=True)
@@ -55,7 +59,7 @@ def first_steps(model: str, layers: int, num_rounds: int) -> None:
     unit = "ms of processor time"
     rounds.report(f"First step: {_title(model, layers)}", timings, BY_HAND, unit=unit, per_second=1e3)
     print("  kernels: " + ", ".join(f"{name} {count}" for name, count in kernels.items()))
-    for name in (RUN, FIT):
+    for name in [name for name in (RUN, FIT) if name in names]:
         _print_bar(timings, name, FIRST_STEP_BAR, "processor time")
 
 
@@ -98,5 +102,10 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (default 5)")
     parser.add_argument("--layers", type=int, default=24, help="of the GPT (default 24)")
     parser.add_argument("--model", choices=MODELS, help="one model")
+    parser.add_argument("--first", action="store_true", help="only first steps, of strategy.run and by hand")
     arguments = parser.parse_args()
+    if arguments.first:
+        for model in [arguments.model] if arguments.model else MODELS:
+            first_steps(model, arguments.layers, arguments.rounds, [BY_HAND, RUN])
+        raise SystemExit
     main(arguments.rounds, arguments.layers, [arguments.model] if arguments.model else tuple(MODELS))

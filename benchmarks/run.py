@@ -21,6 +21,7 @@ rx.config.set_local_devices(2)
 import jax
 import keras
 
+import columns
 import compiling
 import continuous_checkpoints
 import feeding
@@ -58,6 +59,7 @@ SECTIONS = {
     "nnx": lambda arguments: nnx_step.main(arguments.rounds),
     "uneven": lambda arguments: uneven.main(arguments.rounds),
     "feeding": lambda arguments: feeding.main(arguments.rounds, arguments.tensorflow, arguments.torch),
+    "columns": lambda arguments: columns.main(arguments.rounds),
     "fit": lambda arguments: fit.main(arguments.rounds, arguments.tensorflow),
     "compiling": lambda arguments: compiling.main(min(arguments.rounds, 5)),
     "memory": lambda arguments: memory.main(),

@@ -218,3 +218,49 @@ def test_they_are_checked_before_something_else_fails():
     assert printed.startswith("JaxVersionError ")
     assert "it uses jax._src.core.top_axis_env, " in printed
     assert " jax._src.tree_util, " in printed
+
+
+def counted_operation(binds):
+    """A function of one array whose operation notes each time that JAX binds it."""
+    operation = jax.extend.core.Primitive("counted")
+    operation.def_abstract_eval(lambda aval: aval.update(weak_type=False))
+    bind = operation.bind
+    operation.bind = lambda *args, **params: binds.append(args) or bind(*args, **params)
+    return operation.bind
+
+
+@pytest.mark.skipif(not jax_compat._adds_equations(), reason="this JAX binds equations again")
+def test_a_trace_takes_equations_without_binding_them():
+    binds = []
+    counted = counted_operation(binds)
+    vector, shorter = jax.ShapeDtypeStruct((3,), np.float32), jax.ShapeDtypeStruct((2,), np.float32)
+    jaxpr, _ = jax_compat.trace(lambda x: [counted(x * x + 2.0)], [vector])
+    binds.clear()
+    copied, _ = jax_compat.trace(lambda x: jax_compat.eval_jaxpr(jaxpr, [x]), [vector])
+    assert not binds
+    assert str(copied) == str(jaxpr)
+    lines = [[jax_compat.equation_line(eqn) for eqn in one.eqns] for one in (copied, jaxpr)]
+    assert lines[0] == lines[1]
+    again, _ = jax_compat.trace(lambda x: jax_compat.eval_jaxpr(jaxpr, [x]), [shorter])
+    assert len(binds) == 1, "JAX derives the shapes of other operands"
+    assert again.outvars[0].aval.shape == (2,)
+
+
+@pytest.mark.parametrize("operand", [np.float32(0.25), jnp.float32(0.25)])
+def test_a_trace_takes_equations_of_known_values(operand):
+    jaxpr, _ = jax_compat.trace(lambda x, y: [x * y + 1], [jax.ShapeDtypeStruct((), np.float32)] * 2)
+    staged = jax.jit(lambda y: jax_compat.eval_jaxpr(jaxpr, [operand, y]))
+    np.testing.assert_allclose(staged(8.0), [3.0])
+    gradient = jax.jit(jax.grad(lambda y: jax_compat.eval_jaxpr(jaxpr, [operand, y])[0]))
+    np.testing.assert_allclose(gradient(8.0), 0.25)
+
+
+def test_a_trace_takes_equations_with_effects(capfd):
+    def printed(x):
+        jax.debug.print("it is {}", x, ordered=True)
+        return [x + 1]
+
+    jaxpr, _ = jax_compat.trace(printed, [jax.ShapeDtypeStruct((), np.float32)])
+    np.testing.assert_allclose(jax.jit(lambda x: jax_compat.eval_jaxpr(jaxpr, [x]))(1.0), [2.0])
+    jax.effects_barrier()
+    assert capfd.readouterr().out == "it is 1.0\n"

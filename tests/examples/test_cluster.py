@@ -131,6 +131,50 @@ def test_slurm_trains_in_processes(tmp_path, one_process):
     assert "MultiWorkerMirroredStrategy" in done.stdout
 
 
+# --- groups -----------------------------------------------------------------------------------------------
+
+GROUP_SRUN = """#!/bin/bash
+case "$*" in *"replicax server"*) echo "syncer $*"; while :; do sleep 0.05; done ;; esac
+echo "group $REPLICAX_GROUP $REPLICAX_SYNCERS $REPLICAX_CHECKPOINT_DIR ${#REPLICAX_TOKEN} $*"
+[ "$REPLICAX_GROUP" = 0/2 ] || exit 7
+"""
+
+
+def test_groups_on_slurm_have_their_number_and_the_syncers(tmp_path):
+    names = "#!/bin/sh\nprintf 'n%s\\n' 0 1 2 3 4\n"
+    for name, text in {"srun": GROUP_SRUN, "scontrol": names}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    done = subprocess.run(
+        ["bash", CLUSTER / "groups.sh", "train.py"],
+        env={
+            **os.environ,
+            "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+            "SLURM_JOB_NODELIST": "n[0-4]",
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 7, done.stderr
+    groups = sorted(line for line in done.stdout.splitlines() if line.startswith("group"))
+    for number, (line, nodes) in enumerate(zip(groups, ("n1,n2", "n3,n4"), strict=True)):
+        assert line.startswith(f"group {number}/2 n0:12345 saved/group-{number} 32 ")
+        assert f"--nodelist={nodes} " in line
+        assert line.endswith("replicax run train.py")
+    assert '--cluster {"ps": ["n0:12345"]}' in done.stdout
+
+
+def test_syncer_on_kubernetes_has_the_address_of_its_pod():
+    service, syncers = yaml.safe_load_all((CLUSTER / "syncers.yaml").read_text())
+    (container,) = syncers["spec"]["template"]["spec"]["containers"]
+    environment = {each["name"]: each.get("value") for each in container["env"]}
+    membership = choose_resolver(environment).membership
+    assert str(membership.task) == "ps 0"
+    assert membership.address == f"{syncers['metadata']['name']}-0.{service['metadata']['name']}:12345"
+
+
 # --- Ray ------------------------------------------------------------------------------------------------
 
 

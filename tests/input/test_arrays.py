@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import replicax as rx
 from checks import message
+from replicax._src.input import pipeline
 from replicax._src.input.arrays import InconsistentRowsError, UnsupportedElementError, as_array
 from replicax._src.input.element_specs import INFINITE, ArraySpec
 from replicax._src.input.elements import NotResumableError
@@ -469,3 +470,26 @@ def test_positions_that_were_saved_when_take_and_shard_had_one_number_each_are_r
     again = make()
     again.set_state(state)
     assert [batch.tolist() for batch in again] == [batch.tolist() for batch in iterator] == [[5, 7], [9, 11]]
+
+
+def test_arrays_of_a_loop_are_noted_and_those_of_a_distributed_dataset_are_not():
+    columns = {name: np.arange(6.0) for name in "abc"}
+    dataset = from_arrays(columns).batch(2)
+    batches = list(dataset)
+    assert all(pipeline.is_of_dataset(array) for batch in batches for array in batch.values())
+    assert not pipeline.is_of_dataset(columns["a"])
+    noted = list(pipeline._yielded)
+    steps = list(open_source(dataset, num_replicas=2).iterate())
+    assert len(steps) == 3
+    assert pipeline._yielded == noted
+
+
+def test_the_notes_of_arrays_do_not_grow_with_the_batches(monkeypatch):
+    monkeypatch.setattr(pipeline, "_yielded", [])
+    monkeypatch.setattr(pipeline, "_swept_at", 10)
+    monkeypatch.setattr(pipeline, "_LEAST_SWEPT", 10)
+    kept = []
+    for number, batch in enumerate(from_arrays(np.arange(200)).batch(1)):
+        kept += [batch] * (number < 3)
+    assert len(pipeline._yielded) <= 11
+    assert all(map(pipeline.is_of_dataset, kept))

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 import replicax as rx
+from replicax._src.lowering import spmd
+from replicax._src.tracing import bindings
 
 STRATEGIES = {
     "one_device": (lambda: rx.OneDeviceStrategy("cpu:1"), {1}),
@@ -124,3 +126,38 @@ def test_layouts_stay():
     before = variable.value.sharding
     variable.assign(np.ones((4, 2)))
     assert variable.value.sharding == before
+
+
+def test_the_first_step_copies_no_variable_that_only_its_model_holds(monkeypatch):
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        variables = [keras.Variable(jnp.full((2,), float(i))) for i in range(3)]
+    held = variables[2].value
+    copies = []
+    for module in (bindings, spmd):
+        copy = module.own_copy
+        monkeypatch.setattr(
+            module, "own_copy", lambda *args, copy=copy: copies.append(args[0]) or copy(*args)
+        )
+
+    def step():
+        for variable in variables:
+            variable.assign_add(jnp.ones(2))
+
+    for steps in (1, 2):
+        strategy.run(step)
+        assert [id(value) for value in copies] == [id(held)], "only the held one, and only once"
+        assert [np.asarray(variable.value).tolist() for variable in variables] == [
+            [i + steps] * 2 for i in range(3)
+        ]
+    np.testing.assert_array_equal(held, [2.0, 2.0])
+
+
+def test_a_first_value_shares_no_memory_with_the_array_that_it_is_made_from():
+    array = jnp.arange(4.0)
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        variable = keras.Variable(array)
+    strategy.run(lambda: variable.assign_add(jnp.ones(4)))
+    np.testing.assert_array_equal(array, np.arange(4.0))
+    np.testing.assert_array_equal(variable.value, np.arange(4.0) + 1)

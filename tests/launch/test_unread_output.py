@@ -243,7 +243,7 @@ def test_signals_that_interrupt_the_waiting_block_nothing():
     """A handler runs between two instructions of the thread that waits, so it may not take a lock of that thread."""
     display = Display(WORKERS, sys.__stdout__, sys.__stderr__, {}, is_plain=True)
     waiting = Supervisor([], display, SupervisorOptions())
-    before = signal.signal(signal.SIGALRM, waiting._notice)
+    before = signal.signal(signal.SIGALRM, waiting.notice)
     signal.setitimer(signal.ITIMER_REAL, 0.0002, 0.0002)
     try:
         waiting._wait(lambda: len(waiting._signals) >= 1000, num_signals=10**9)

@@ -10,13 +10,16 @@ import pytest
 
 import replicax as rx
 from replicax._src.collectives.host_sums.ordered_addition import HostOp, can_add, combine
-from replicax._src.devices.topology import Topology
+from replicax._src.devices.topology import REPLICA_AXIS, Topology
 from replicax._src.lowering import global_view
 from replicax._src.lowering.batch import DatasetBatch
 from replicax._src.lowering.cut_step import CutStep
 from replicax._src.lowering.global_view import GlobalStep
 from replicax._src.lowering.held_state import HeldState
+from replicax._src.lowering.round_programs import ReplicaOperand
 from replicax._src.tracing.bindings import state_lock
+from replicax._src.tracing.replica_rounds import cut_at_sums
+from replicax._src.tracing.rounds import segments_of
 
 
 class SumsInAProcess:
@@ -111,6 +114,24 @@ def test_several_steps_of_a_call_compile_one_cut_step(sums, monkeypatch):
     after(cut_topology(sums), batches_of(4, 3), capacity=3)
     assert made == [1]
     assert sums.num_programs == 3
+
+
+def test_a_cut_run_computes_its_loss_once():
+    """The last program takes the outputs of the model, not the rows: it does not repeat the model's work."""
+
+    def step(weights, rows):
+        outputs = rows @ weights
+        gradient = jax.lax.psum(rows.T @ outputs, REPLICA_AXIS)
+        return weights - 0.1 * gradient, (outputs**2).mean()
+
+    operands = [jax.ShapeDtypeStruct((3,), np.float32), jax.ShapeDtypeStruct((4, 3), np.float32)]
+    jaxpr = jax.make_jaxpr(step, axis_env=[(REPLICA_AXIS, 2)])(*operands).jaxpr
+    program = cut_at_sums(jaxpr, ReplicaOperand(), 2, takes_first=False)
+    first, last = segments_of(program)
+    weights, rows = program.inputs
+    assert set(first.takes) == {weights, rows}
+    assert set(last.takes) == {weights, *first.passes, program.rounds[0][0].result}
+    assert len(first.passes) == 1
 
 
 def descended(strategy):

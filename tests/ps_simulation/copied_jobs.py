@@ -6,12 +6,13 @@ import re
 from ps_simulation.asking_servers import CALL_S
 from ps_simulation.coordinator import COORDINATOR
 from ps_simulation.integer_store import value_in
-from ps_simulation.jobs import Jobs
+from ps_simulation.jobs import SLACK_S, Jobs
 from ps_simulation.server_task import SILENCE_S, ServerTask, ps
 from ps_simulation.snapshot_jobs import INCLUDED, SLOW_S, check_included
 from ps_simulation.snapshot_writing import TICK_S
 from ps_simulation.worker_task import worker
 from replicax._ps.store.group_rules import Partner
+from replicax._ps.store.log import Position
 from simulation.world import Fault
 
 WAITS = re.compile(r"Lost ps .*, which had the variables of ps (\d+)\. Waiting")
@@ -46,7 +47,7 @@ class TwoCopies(Jobs):
 
     def __init__(self, seed):
         super().__init__(seed)
-        self.memory_losses = []  # when, which server
+        self.memory_losses = []  # when it had its data last, at least and at most, and which server
         self.is_forgotten = not self.has_snapshots and random.Random(f"forgotten {seed}").random() < 0.1
         if self.is_forgotten:  # so that functions run all the time
             self.function_times = (2.0, 4.0)
@@ -93,13 +94,16 @@ class TwoCopies(Jobs):
 
     def kill(self, world, process, kind):
         if isinstance(process, ServerTask):
-            self.memory_losses.append((world.now, process.name))
+            self.memory_losses.append((world.now, world.now, process.name))
         super().kill(world, process, kind)
 
     def note_session_ended(self, process):
+        """A server is of no use from the moment at which it falls silent, and drops its data a minute later."""
         super().note_session_ended(process)
         if isinstance(process, ServerTask):
-            self.memory_losses.append((process.world.now, process.name))
+            start, _ = next(reversed(self.disturbances.between(COORDINATOR, process.name)), (0.0, 0.0))
+            silent_at = process.world.now - SILENCE_S + SLACK_S
+            self.memory_losses.append((min(start, silent_at), silent_at, process.name))
 
     def note_settled(self, coordinator, action):
         """A function that has finished is on both servers of its groups, if these are in sync."""
@@ -146,12 +150,12 @@ class TwoCopies(Jobs):
         and one of them lost its memory.
         """
         members = {ps(member) for member in self.coordinator.groups.members(group)}
-        for at, name in self.memory_losses:
+        for first, last, name in self.memory_losses:
             if name in members:
                 (other,) = members - {name}
                 near = {COORDINATOR, *members}
                 for start, end, targets in self.disturbances.of(other):
-                    if targets <= near and start - DETECTION_S <= at <= end + COPIED_S:
+                    if targets <= near and start - DETECTION_S <= last and first <= end + COPIED_S:
                         return True
         return False
 
@@ -205,6 +209,7 @@ class BothLost(TwoCopies):
         # What the primary had when the job heard of it last: at least, and at most.
         self.known = {group: (set(), set()) for group in range(self.num_servers)}
         self.were_lost = set()  # groups of which both servers were lost once
+        self.lacked = set()  # groups that no server had at some time while both of its servers answered
         self.lost_at = {}  # group: when both of its servers were lost
         self.lost_in = {}  # group: the epoch in which both of its servers were lost
         drawn = random.Random(f"both lost {seed}").random()
@@ -272,7 +277,7 @@ class BothLost(TwoCopies):
 
     def reasons_of_loss(self):
         for group in range(self.num_servers):
-            if self.lacks(group):
+            if self.lacks(group) or group in self.lacked:
                 yield f"no server has group {group}, in memory or from a snapshot"
         yield from self.reasons_of_workers()
 
@@ -301,6 +306,13 @@ class BothLost(TwoCopies):
         """Returns the functions in the counter of a group, of those counters that a copy has."""
         return set(value_in(counters, self.keys[group])) if self.keys[group] in counters else set()
 
+    def note_session_ended(self, process):
+        """A server that drops its data has lost it, as if it had been killed."""
+        super().note_session_ended(process)
+        if isinstance(process, ServerTask):
+            for number, group in process.groups.items():
+                self.had[number] |= self.functions_in(number, group.store.counters)
+
     def kill(self, world, process, kind):
         if isinstance(process, ServerTask):
             for number, group in process.groups.items():
@@ -327,6 +339,7 @@ class BothLost(TwoCopies):
     def note_answer(self, coordinator, task, op, answer, truth):
         if op != "heartbeat" or not task.startswith("ps"):
             return
+        self.lacked |= {group for group in coordinator.groups.lost if self.lacks(group)}
         for group, counters in truth.items():
             view = coordinator.groups.views[group]
             part = answer["statistics"].get("groups", {}).get(str(group), {})
@@ -346,7 +359,7 @@ class BothLost(TwoCopies):
             functions = functions - self.had[view.group]
         super().check_copies(view, functions)
 
-    def check_newest(self, group, task, has):
+    def check_newest(self, group, task, has, at):
         """A group resumes from the newer of its snapshots, if both servers came back soon."""
         (other,) = {*self.coordinator.groups.members(group)} - {task}
         process, snapshot = self.world.processes[ps(other)], self.disks[other].newest(f"group {group}")
@@ -354,6 +367,10 @@ class BothLost(TwoCopies):
             return  # it may have dropped its data, and restores a snapshot only when it restarts
         if snapshot is not None and self.world.now - self.lost_at[group] < PARTNER_S:
             more = self.functions_in(group, snapshot.counters) - has - self.lost[group]
+            if (
+                Position(*snapshot.position) < at
+            ):  # of a primary that was replaced: what it did at last is not kept
+                more = {each for each in more if self.settled_at.get(each, self.world.now) < snapshot.at}
             assert not more, f"group {group} resumes without {sorted(more)}, which ps {other} has"
 
     # --- what the log says --------------------------------------------------------------------------
@@ -376,11 +393,12 @@ class BothLost(TwoCopies):
             has = self.functions_in(group, copy.store.counters)
             began_with = self.functions_in(group, process.restored_truth.get(group, {}))
             least, most = self.known[group]
-            least, most = len(least - has), len(most - began_with)
+            # The log compares counts: what a replaced primary has done in vain hides as many of those that are lost.
+            least, most = max(len(least) - len(has), 0), len(most - began_with)
             assert least <= num_lost <= most, f"the log says {num_lost}, not {least} to {most}: {text}"
             if INCLUDED.search(text):
                 check_included(self, group, began_with, has, text)
-            self.check_newest(group, task, has)
+            self.check_newest(group, task, has, copy.rules.position)
             self.lost[group] |= self.had[group] - has
             self.known[group] = began_with, has
         self.lost_in.pop(group, None)

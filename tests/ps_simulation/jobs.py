@@ -33,6 +33,7 @@ NO_ANSWER_S = 8.0
 """A function may fail after so much time in which its worker, or the coordinator, could not reach a server."""
 PATIENCE_S = 110.0
 """A job that still raises so long after the last fault is lost."""
+NOT_THERE = UnavailableError, StaleCoordinatorError
 MOST_ON_SERVER = 40
 """The most items in the windows and logs of a server."""
 SETTLED_S = 80.0
@@ -240,8 +241,9 @@ class Jobs:
         """Lets a fault happen."""
         process = world.processes.get(fault.targets[0])
         self.num_worker_faults += any(name.startswith("worker") for name in fault.targets)
-        if fault.kind not in ("interrupt", "close") and process.is_alive:
-            lasting_s = fault.for_s * (1.0 + self.network["backoff"] * fault.kind.startswith("part"))
+        is_part = fault.kind.startswith("part")  # it meets the next process too, if this one is gone
+        if fault.kind not in ("interrupt", "close") and (process.is_alive or is_part):
+            lasting_s = fault.for_s * (1.0 + self.network["backoff"] * is_part)
             self.disturbances.note(world.now, lasting_s, fault.targets)
         match fault.kind:
             case "interrupt":
@@ -335,7 +337,9 @@ class Jobs:
                 assert not missing, f"join returns, and {sorted(missing)} have not ended"
                 assert self.kept is None, f"join returns, and nobody got the failure of function {self.kept}"
                 return
-            if self.world.now > self.world.last_fault + PATIENCE_S:
+            # A function that a worker could not run for minutes may raise an error of its own at last.
+            is_unavailable = any(isinstance(each, NOT_THERE) for each in self.failures[-1:])
+            if is_unavailable and self.world.now > self.world.last_fault + PATIENCE_S:
                 self.is_lost = True
                 return
             yield 1.0
@@ -589,7 +593,7 @@ class Jobs:
                 assert self.failures or self.has_ended
             elif "probably kills workers" in text:
                 assert self.num_worker_faults >= 3 or function.ends == "kills", text
-            elif isinstance(error, UnavailableError | StaleCoordinatorError):
+            elif isinstance(error, NOT_THERE):
                 assert list(self.reasons_of_failure()), text
             else:
                 assert function.ends in ("raises", "refused", "cannot travel"), f"{function.name}: {error!r}"
@@ -597,7 +601,7 @@ class Jobs:
     def check_failures(self):
         """Callers get errors only for reasons that are true."""
         for error in self.failures:
-            if isinstance(error, UnavailableError | StaleCoordinatorError):
+            if isinstance(error, NOT_THERE):
                 assert list(self.reasons_of_failure()), f"a caller gets {error!r}"
 
     # --- what the servers have ----------------------------------------------------------------------

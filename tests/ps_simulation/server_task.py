@@ -72,8 +72,8 @@ class ServerTask(TaskProcess):
         incarnation = self.session.incarnation
         if self.session.time_passed(self.world.now):
             self.world.trace(f"    {self.name} ends the session of {incarnation}, which is silent")
-            self._drop()
             self.scenario.note_session_ended(self)
+            self._drop()
         self.after(TICK_S, self._watch)
 
     # --- requests -----------------------------------------------------------------------------------

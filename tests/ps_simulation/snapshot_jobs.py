@@ -135,7 +135,10 @@ class Continued(Jobs):
             instance, has = self.last_status[server]
             lost = self.known[server] - has
             assert num_lost == len(lost), f"the log says {num_lost}, and {sorted(lost)} are lost: {text}"
-            check_included(self, server, has, has, text)
+            process = coordinator.world.processes[ps(server)]
+            is_same = process.store.instance == instance
+            began_with = self.functions_in(server, process.restored_truth) if is_same else has
+            check_included(self, server, began_with, has, text)
             self.lost[server] |= self.had[server] - has
             self.accepted[server], self.known[server] = instance, has
 

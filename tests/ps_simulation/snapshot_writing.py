@@ -55,13 +55,14 @@ class SnapshotWriting:
 
     def go_back(self, epoch):
         """Restores the snapshot of an epoch. Returns its description."""
-        request = self.rules.requested_restore(epoch)
+        session, request = self._kept.store.rules.session, self.rules.requested_restore(epoch)
         yield self._turns.begin()
         try:
             self.rules.begins(request)
             yield self._process.scenario.read_s
+            self._kept.store.rules.check_session(session)
             restored = self._kept.restore(epoch)
-            self.rules.restored(self._kept.progress, restored)
+            self.rules.restored(request, self._kept.progress, restored)
         finally:
             self._turns.end()
         return restored

@@ -1,14 +1,11 @@
 """Each row of groups that train alone counts once, or is named as lost: seeds of the simulated world."""
 
-import pytest
-
 from ps_simulation.local_groups import LocalGroups
 from simulation import runs
 
 
-@pytest.mark.parametrize("first", range(0, 300, 100))
-def test_progress_of_each_row_is_merged_once_or_named_as_lost_whatever_fails(first):
-    failed, outcomes = runs.first_failure(LocalGroups, range(first, first + 100))
+def test_progress_of_each_row_is_merged_once_or_named_as_lost_whatever_fails():
+    failed, outcomes = runs.first_failure(LocalGroups, range(100))
     assert failed is None, runs.report(LocalGroups, failed)
     assert outcomes["merged"] > 80
 

@@ -141,8 +141,9 @@ class WorkerTask(TaskProcess):
         if function.signature and f"program of {function.signature}" not in function.programs:
             return {"need": function.signature, "end": None}
         self.scenario.note_run(self, request)
+        servers = self.servers
         try:
-            yield from self._pull(request)
+            yield from self._pull(request, servers)
             yield self.scenario.function_s(function)
             if function.ends == "kills":
                 self.scenario.note_killed(self)
@@ -151,24 +152,24 @@ class WorkerTask(TaskProcess):
             if function.ends == "raises":
                 raise NotFiniteError(f"function {function.number} raises")
             if function.ends != "reads":
-                yield from self._push(request)
+                yield from self._push(request, servers)
         except UnavailableError:
             self.epoch = None
             raise
         self.scenario.note_ran(self, request)
         return {"number": function.number}
 
-    def _pull(self, request):
+    def _pull(self, request, servers):
         if self.epoch != request["epoch"] or request["round"] is not None:
             steps = {
                 number: {"op": "step", "closure": None, "pull": both(key), "known": self.versions}
                 for number, key in enumerate(self.scenario.keys)
             }
-            self._take((yield from self.servers.ask(steps)))
+            self._take((yield from self._asked(servers, steps)))
             self.epoch = request["epoch"]
         self.scenario.note_values(self, request, self.values)
 
-    def _push(self, request):
+    def _push(self, request, servers):
         function, number = request["function"], request["round"]
         steps = {}
         for server in function.servers:
@@ -185,7 +186,14 @@ class WorkerTask(TaskProcess):
             else:
                 gradients = {"round": number, "program": self.scenario.program, "keys": both(key)}
                 steps[server] |= {"gradients": gradients}
-        self._take((yield from self.servers.ask(steps)))
+        self._take((yield from self._asked(servers, steps)))
+
+    def _asked(self, servers, steps):
+        """Asks the servers as long as the session lasts. A function of a session that has ended gets no answer."""
+        answers = (yield from servers.ask(steps)) if self.servers is servers else None
+        if self.servers is not servers:
+            raise UnavailableError(f"The session on {self.name} has ended.", self.name)
+        return answers
 
     def _take(self, answers):
         for number, answer in answers.items():

@@ -12,6 +12,7 @@ A *scenario* is a class. ``Scenario(seed)`` draws what the run is like, all from
 - ``outcome(world)``: a word for how the run ended, to count.
 """
 
+import gc
 import traceback
 from collections import Counter
 from dataclasses import dataclass
@@ -48,6 +49,8 @@ def run(scenario_class, seed, faults=None, *, is_traced=False):
     world = World(seed, is_traced=is_traced, **scenario.network)
     faults = scenario.faults() if faults is None else faults
     error, outcome = None, "failed"
+    is_collected = gc.isenabled()
+    gc.disable()  # nothing of a run is garbage before it ends
     try:
         scenario.build(world)
         for fault in faults:
@@ -57,6 +60,9 @@ def run(scenario_class, seed, faults=None, *, is_traced=False):
         outcome = scenario.outcome(world)
     except Exception as failure:  # an error of a machine is a failure of the run, whatever its type
         error = "".join(traceback.format_exception(failure, limit=-4))
+    finally:
+        if is_collected:
+            gc.enable()
     return Run(seed, list(faults), outcome, error, world)
 
 

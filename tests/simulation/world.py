@@ -4,6 +4,7 @@ A scenario (``runs.py``) gives the *real* machines owners: subclasses of ``Proce
 events of a machine, and the machine's actions into messages. All that happens follows from one seed.
 """
 
+import functools
 import heapq
 import random
 from collections import deque
@@ -44,12 +45,17 @@ class Fault:
 class Connection:
     """One end of a connection between two processes. Messages arrive in order, and not at all after a cut."""
 
-    def __init__(self, world, owner, peer, label):
+    def __init__(self, world, owner, peer, label, number=None):
         self.world, self.owner, self.peer, self.label = world, owner, peer, label
-        self.random = random.Random(f"{world.seed} {owner.name} {peer} {label}")
+        self._number = label if number is None else number
         self.other = None
         self.is_open = True
         self.last_arrival = 0.0
+
+    @functools.cached_property
+    def random(self):
+        """Random numbers of its own. They are made when they are needed: many connections need none."""
+        return random.Random(f"{self.world.seed} {self.owner.name} {self.peer} {self._number}")
 
     def send(self, message):
         """Sends a message. Does nothing once the connection has ended here."""
@@ -196,8 +202,7 @@ class World:
 
     def connect(self, owner, name, label):
         self._labels[owner.name, name] = number = self._labels.get((owner.name, name), 0) + 1
-        here = Connection(self, owner, name, label)
-        here.random = random.Random(f"{self.seed} {owner.name} {name} {number}")
+        here = Connection(self, owner, name, label, number)
         peer = self.processes.get(name)
         owner.connections = [each for each in owner.connections if each.is_open]
         if peer is None or not peer.is_reachable or self._is_blocked(owner.name, name):

@@ -14,6 +14,10 @@ _DROPPED_AT: Final = 1 << 23
 _PER_ENTRY: Final = 100  # its objects, and the name of its task
 
 
+ShownTask = Task | str
+"""A task of the only job, or the name of a task among those of several jobs."""
+
+
 @final
 @dataclass(frozen=True)
 class WaitingLine:
@@ -26,7 +30,7 @@ class WaitingLine:
     """
 
     text: str
-    task: Task | None = None
+    task: ShownTask | None = None
     is_heading: bool = False
 
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import itertools
+import os
+import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TextIO, final
+from typing import Final, Protocol, TextIO, final
 
-from replicax._launch.backlog import Backlog, WaitingLine
+from replicax._launch.backlog import Backlog, ShownTask, WaitingLine
 from replicax._launch.standard_streams import full_disk
 from replicax._launch.terminal import DirectOutput, coloured, is_terminal, live_table, write_line
+from replicax._src.cluster.processes import ProcessStartError
 from replicax._src.cluster.spec import Task
 from replicax._src.drawing.text import printable
 
@@ -40,7 +44,7 @@ class TaskRow:
       num_restarts: The number of its restarts.
     """
 
-    task: Task
+    task: ShownTask
     state: str
     pid: int | None = None
     step: int | None = None
@@ -59,6 +63,24 @@ class TaskRow:
             "–" if self.resident_bytes is None else f"{self.resident_bytes / 2**20:.0f} MB",
             str(self.num_restarts),
         )
+
+
+class TaskDisplay(Protocol):
+    """What shows the tasks of one job: a ``Display``, or a part of it."""
+
+    @property
+    def is_full(self) -> bool: ...
+
+    @property
+    def is_broken(self) -> bool: ...
+
+    def line(self, task: Task, text: str) -> None: ...
+
+    def started(self, task: Task, number: int) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def update(self, rows: Sequence[TaskRow]) -> None: ...
 
 
 @final
@@ -87,7 +109,7 @@ class Display:
 
     def __init__(
         self,
-        tasks: Sequence[Task],
+        tasks: Sequence[ShownTask],
         output: TextIO,
         notes: TextIO,
         environment: Mapping[str, str],
@@ -99,10 +121,10 @@ class Display:
         self._error: Exception | None = None
         self._output, self._notes = DirectOutput(output), DirectOutput(notes)
         self._has_log_failed = False
-        self._logs: dict[Task, TextIO] = {}
+        self._logs: dict[ShownTask, TextIO] = {}
         if log_dir is not None:
             for task in tasks:
-                path = log_dir / f"{task.type}-{task.index}.log"
+                path = log_dir / f"{str(task).replace(' ', '-')}.log"
                 self._logs[task] = path.open("a", encoding="utf-8")
         self._table = None if is_plain else live_table(self._output, environment)
         has_colours = is_terminal(output, environment) and not environment.get("NO_COLOR")
@@ -121,11 +143,11 @@ class Display:
         """True if many lines wait to be shown, because nobody reads them or they are too many."""
         return self._backlog.is_full
 
-    def line(self, task: Task, text: str) -> None:
+    def line(self, task: ShownTask, text: str) -> None:
         """Shows one line of a task's output."""
         self._backlog.add(WaitingLine(text, task))
 
-    def started(self, task: Task, number: int) -> None:
+    def started(self, task: ShownTask, number: int) -> None:
         """Logs the start of a task: 0 is the first start, other numbers are restarts."""
         heading = f"--- {task}, start {number + 1}, {time.strftime('%Y-%m-%d %H:%M:%S')} ---"
         self._backlog.add(WaitingLine(heading, task, is_heading=True))
@@ -222,6 +244,25 @@ class Display:
             if not self._has_log_failed:
                 self._has_log_failed = True
                 self.note(f"{file.name} cannot be written: {error}. Lines are missing there from now on.")
+
+
+@contextlib.contextmanager
+def open_display(tasks: Sequence[ShownTask], options: argparse.Namespace) -> Iterator[Display]:
+    """Returns the display of a command with its options, on the standard streams, for the time of the block.
+
+    Raises:
+      ProcessStartError: A log cannot be opened.
+    """
+    try:
+        display = Display(
+            tasks, sys.stdout, sys.stderr, os.environ, is_plain=options.plain, log_dir=options.log_dir
+        )
+    except OSError as error:
+        raise ProcessStartError(
+            f"The log file {error.filename} cannot be opened: {error.strerror}. Choose another --log-dir."
+        ) from None
+    with contextlib.closing(display):
+        yield display
 
 
 def _or_dash(value: float | None, form: str) -> str:

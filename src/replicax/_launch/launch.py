@@ -3,35 +3,30 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import dataclasses
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final
 
 from replicax._launch import on_kubernetes, on_slurm
-from replicax._launch.display import Display
-from replicax._launch.gpus import GPUS_VARIABLE, gpus_here, gpus_of_tasks, visible_gpus
+from replicax._launch.display import open_display
+from replicax._launch.gpus import GPUS_VARIABLE, gpus_here
 from replicax._launch.hosts import DEFAULT_PORT, addresses_of, lines_to_paste, read_hosts
+from replicax._launch.launched_groups import check_groups, run_groups
 from replicax._launch.option_values import count, count_or_auto, port, positive, seconds
 from replicax._launch.python_arguments import add_script, check_keras, python_arguments
 from replicax._launch.standard_streams import UNREAD_EXIT_CODE
 from replicax._launch.supervisor import Renew, Start, Supervisor, SupervisorOptions
-from replicax._src.cluster.credentials import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, random_token
+from replicax._launch.tasks_here import TasksHere, environment_of, status_at, token_of_job, with_gpus
 from replicax._src.cluster.errors import ClusterError, ClusterManagerError
 from replicax._src.cluster.machine_layout import (
     CHECKPOINT_DIR_VARIABLE,
-    REPLICATION_VARIABLE,
     SCRIPT_IN,
-    SERVER_COMMAND,
     STATUS_ADDRESS_VARIABLE,
-    ClusterLayout,
     device_environment,
     free_ports,
     num_usable_cores,
-    task_environment,
 )
 from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.processes import ProcessStartError
@@ -57,12 +52,21 @@ alone, and takes its place where the program restores its checkpoint. The others
 A cluster with parameter servers also has a chief, unless --no-chief is given. The chief is the coordinator and runs the
 script; the workers and parameter servers run `replicax server`. A worker that dies is restarted. The job is finished when the
 chief has exited. All tasks of a job share a random token and refuse connections without it; with --hosts and --task-index set REPLICAX_TOKEN.
+
+With --groups N there are N jobs, numbered from 0, that train alone and exchange what they learned through --syncers: see
+rx.experimental.LocalUpdates. Each group has a cluster of its own, its own restarts (--max-restarts), its own folder in
+--checkpoint-dir (DIR/group-0) and its own logs. A group that fails for good ends no other one. Syncers are parameter servers
+on the CPU. A syncer that dies is restarted at its address, from its snapshot in DIR/syncers, at most --server-restarts times.
+They end when all groups have ended. The exit code is that of the group that failed first, and the last line names all that did.
 """
 _EPILOG: Final = """\
 several hosts, one worker on each:
   replicax launch --hosts h0,h1 train.py                 prints the command to paste on each host
   replicax launch --hosts h0,h1 --task-index 1 train.py  runs worker 1 here; give each host its own index
   The hosts must reach each other at --port. A host may have a port of its own: h0:2222.
+
+groups that train alone:
+  replicax launch --groups 4 --workers 2 train.py        starts four jobs of two workers each, and one syncer
 
 on Slurm:
   replicax launch --on slurm --nodes 2 train.py          submits a job, prints its output and returns its exit code. Ctrl-C asks
@@ -72,7 +76,9 @@ environment of the tasks:
   TF_CONFIG               the cluster, and which task this is
   REPLICAX_TOKEN          the token of the job; random unless you set it. With --hosts set the same one on all hosts
   REPLICAX_RESTART_COUNT  the number of restarts of the task so far
-  REPLICAX_CHECKPOINT_DIR the directory given to --checkpoint-dir
+  REPLICAX_CHECKPOINT_DIR the directory given to --checkpoint-dir; with --groups the folder of the group in it
+  REPLICAX_GROUP          with --groups: the number of the group, from 0, and the number of groups: 0/4
+  REPLICAX_SYNCERS        with --groups: the addresses of the syncers, with commas between them
   REPLICAX_STATUS_FILE    a file for the table: a task may write {"step": 12, "time": time.time(), "state": "training"}.
                           Otherwise the step is the number of programs that MultiWorkerMirroredStrategy has run
 """
@@ -103,6 +109,19 @@ def add_parser(subparsers: Any) -> None:
     )
     who.add_argument("--chief", action=argparse.BooleanOptionalAction, help="add a task of type chief")
     who.add_argument("--ps", type=count, default=0, metavar="N", help="number of parameter servers (0)")
+    who.add_argument(
+        "--groups",
+        type=positive,
+        metavar="N",
+        help="number of groups (none), each a job of its own with --workers workers, for rx.experimental.LocalUpdates: groups train "
+        "alone and exchange through --syncers",
+    )
+    who.add_argument(
+        "--syncers",
+        type=positive,
+        metavar="N",
+        help="number of servers through which --groups exchange (1). They run on the CPU, and need none of your code",
+    )
     who.add_argument("--evaluator", action="store_true", help="add a task of type evaluator")
     who.add_argument(
         "--script-in",
@@ -217,6 +236,7 @@ def run(options: argparse.Namespace) -> int:
     parser: argparse.ArgumentParser = options.parser
     command = python_arguments(options, parser, is_here=options.on != "k8s")  # an image has the script
     notes = [] if options.on == "k8s" else check_keras(command, parser)
+    check_groups(options)
     _check_options(options, parser)
     if options.gpus_per_worker is not None and options.devices_per_worker is not None:
         parser.error(
@@ -227,6 +247,9 @@ def run(options: argparse.Namespace) -> int:
             for note in notes:
                 print(note, file=sys.stderr)
             return _ENGINES[options.on].launch(options, command)
+        if options.groups is not None:
+            _make_log_dir(options)
+            return run_groups(options, command, notes)
         hosts = _hosts(options, parser)
         if hosts is not None:
             if options.task_index is None:
@@ -237,13 +260,13 @@ def run(options: argparse.Namespace) -> int:
             notes += status_notes if options.task_index == 0 else []
         else:
             notes += _choose_num_workers(options, parser)
-            here = _TasksHere(options, parser, command)
+            address = os.environ.get(STATUS_ADDRESS_VARIABLE)
+            here = TasksHere(options, command, token_of_job(), status_address=address)
             (starts, status_notes), renew = here.starts(), here.starts
             notes += status_notes
         if options.gpus_per_worker is not None:
-            starts, renew = _with_gpus(starts, renew, options.gpus_per_worker)
-        if options.log_dir is not None:
-            _make_folder(options.log_dir, parser)
+            starts, renew = with_gpus(starts, renew, options.gpus_per_worker)
+        _make_log_dir(options)
         return _run_tasks(starts, renew, options, notes)
     except ClusterError as error:
         parser.error(str(error))
@@ -297,11 +320,12 @@ def _choose_num_workers(options: argparse.Namespace, parser: argparse.ArgumentPa
     return [f"--workers auto: {options.workers} worker(s); there are {why}."]
 
 
-def _make_folder(folder: Path, parser: argparse.ArgumentParser) -> None:
+def _make_log_dir(options: argparse.Namespace) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        if options.log_dir is not None:
+            options.log_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        parser.error(f"--log-dir {folder} cannot be made: {error.strerror}")
+        options.parser.error(f"--log-dir {options.log_dir} cannot be made: {error.strerror}")
 
 
 def _hosts(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str] | None:
@@ -328,106 +352,11 @@ def _hosts(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list
     return addresses
 
 
-@final
-class _TasksHere:
-    """The tasks of a job on this machine. Each start gets ports that are free then."""
-
-    def __init__(self, options: argparse.Namespace, parser: argparse.ArgumentParser, command: Sequence[str]):
-        has_chief = bool(options.ps) if options.chief is None else options.chief
-        num_workers = options.workers if options.workers is not None else 1
-        self._options, self._command = options, command
-        self._layout = ClusterLayout(num_workers, has_chief, options.ps, options.evaluator)
-        self._servers = self._layout.servers(options.script_in)
-        has_coordinator = bool(options.ps) and has_chief and options.script_in != "workers"
-        self._awaited = ("chief",) if has_coordinator else ("chief", "worker")
-        if options.status and options.ps and not has_coordinator:
-            parser.error(
-                "--status with parameter servers needs a coordinator: a chief that runs the script. Leave out --no-chief "
-                "and --script-in workers"
-            )
-        self._token = _token(os.environ)
-        self._ports: list[int] = []
-        self._shown: dict[str, str] = {}
-
-    def starts(self) -> tuple[list[Start], list[str]]:
-        """Returns all tasks, with ports that are free now, and the notes to show. A port of the last start stays the
-        same while it is free, because somebody may watch the status.
-
-        Raises:
-          ProcessStartError: Too few ports are free.
-        """
-        num_tasks = len(self._layout.tasks_with_address)
-        self._ports = free_ports(num_tasks + 1, self._ports)
-        shown, notes = _status(self._options, self._ports[num_tasks])
-        notes = notes if shown != self._shown else []
-        self._shown = shown
-        cluster = self._layout.on_this_machine(self._ports[:num_tasks])
-        return [self._start(task, cluster) for task in self._layout.tasks], notes
-
-    def _start(self, task: Task, cluster: Mapping[str, Sequence[str]]) -> Start:
-        # The task chief, or worker 0. Another worker becomes the chief if the job goes on after this one's death.
-        may_serve = task == self._layout.tasks[0] or (not self._options.ps and task.type == "worker")
-        variables = (
-            self._token
-            | self._layout.environment_for(task, self._options.script_in)
-            | (self._shown if may_serve else {})
-        )
-        is_server = task in self._servers
-        environment = _environment(self._options, cluster, task, variables, is_server=is_server)
-        if is_server:
-            return _start_of_server(self._options, task, environment)
-        arguments = [sys.executable, *self._command]
-        return Start(task, arguments, environment, is_awaited=task.type in self._awaited)
-
-
-def _start_of_server(options: argparse.Namespace, task: Task, environment: Mapping[str, str]) -> Start:
-    has_snapshots = task.type == "ps" and options.snapshot_dir is not None
-    command = [sys.executable, *SERVER_COMMAND, *(["--snapshot-dir", options.snapshot_dir] * has_snapshots)]
-    may_restart = task.type == "worker" or options.replication > 1 or has_snapshots
-    max_restarts = options.server_restarts if may_restart else 0
-    return Start(task, command, environment, is_awaited=False, is_server=True, max_restarts=max_restarts)
-
-
-def _with_gpus(
-    starts: Sequence[Start], renew: Renew | None, num_each: int
-) -> tuple[list[Start], Renew | None]:
-    """Gives each task its own GPUs, now and at each renewal. Parameter servers see no GPU."""
-    tasks = [start.task for start in starts if start.task.type != "ps"]
-    gpus = gpus_of_tasks(visible_gpus(os.environ), tasks, num_each)
-
-    def restricted(starts: Sequence[Start]) -> list[Start]:
-        return [
-            dataclasses.replace(
-                start, environment={**start.environment, GPUS_VARIABLE: gpus.get(start.task, "")}
-            )
-            for start in starts
-        ]
-
-    def renewed() -> tuple[Sequence[Start], Sequence[str]]:
-        assert renew is not None
-        new, notes = renew()
-        return restricted(new), notes
-
-    return restricted(starts), None if renew is None else renewed
-
-
-def _token(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns a token for the cluster in an environment variable, unless the user has set one."""
-    has_token = TOKEN_VARIABLE in environ or TOKEN_FILE_VARIABLE in environ
-    return {} if has_token else {TOKEN_VARIABLE: random_token()}
-
-
-def _status(options: argparse.Namespace, port: int | None = None) -> tuple[dict[str, str], list[str]]:
-    """Returns the variables that make the chief serve the status, if requested, and the notes to show.
-
-    Args:
-      options: The options.
-      port: The port, unless the user has chosen an address; None for any.
-    """
+def _status(options: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
+    """Returns the variables that make the chief serve the status, if requested, and the notes to show."""
     if not options.status:
         return {}, []
-    address = os.environ.get(STATUS_ADDRESS_VARIABLE) or f"127.0.0.1:{port or free_ports(1)[0]}"
-    return {STATUS_ADDRESS_VARIABLE: address}, [f"Status: http://{address}/ and replicax top {address}"]
+    return status_at(os.environ.get(STATUS_ADDRESS_VARIABLE) or f"127.0.0.1:{free_ports(1)[0]}")
 
 
 def _start_on_host(
@@ -440,7 +369,7 @@ def _start_on_host(
     if options.task_index >= len(hosts):
         parser.error(f"--task-index {options.task_index}: there are {len(hosts)} hosts, numbered from 0")
     task = Task("worker", options.task_index)
-    return Start(task, [sys.executable, *command], _environment(options, {"worker": hosts}, task, told))
+    return Start(task, [sys.executable, *command], environment_of(options, {"worker": hosts}, task, told))
 
 
 def _lines_to_paste(
@@ -455,27 +384,8 @@ def _lines_to_paste(
     environment = {} if num_devices is None else device_environment(num_devices, {})
     if options.gpus_per_worker is not None:
         environment[GPUS_VARIABLE] = ",".join(map(str, range(options.gpus_per_worker)))
-    told = {**environment, **_token(os.environ), **_status(options)[0]}
+    told = {**environment, **token_of_job(), **_status(options)[0]}
     return lines_to_paste(hosts, ["python3", *command], told)
-
-
-def _environment(
-    options: argparse.Namespace,
-    cluster: Mapping[str, Sequence[str]],
-    task: Task,
-    told: Mapping[str, str],
-    *,
-    is_server: bool = False,
-) -> dict[str, str]:
-    """Returns all variables of a task; ``environment_for`` has those of this task only."""
-    own = task_environment(
-        cluster, task, os.environ, num_devices=options.devices_per_worker, is_server=is_server
-    )
-    if options.checkpoint_dir is not None:
-        own[CHECKPOINT_DIR_VARIABLE] = str(options.checkpoint_dir.absolute())
-    if options.replication > 1:
-        own[REPLICATION_VARIABLE] = str(options.replication)
-    return {**os.environ, "PYTHONUNBUFFERED": "1", **told, **own}
 
 
 def _run_tasks(
@@ -485,15 +395,7 @@ def _run_tasks(
     how = SupervisorOptions(
         options.max_restarts, options.grace, options.evaluator_timeout, options.checkpoint_dir
     )
-    try:
-        display = Display(
-            tasks, sys.stdout, sys.stderr, os.environ, is_plain=options.plain, log_dir=options.log_dir
-        )
-    except OSError as error:
-        raise ProcessStartError(
-            f"The log file {error.filename} cannot be opened: {error.strerror}. Choose another --log-dir."
-        ) from None
-    with contextlib.closing(display):
+    with open_display(tasks, options) as display:
         for note in notes:
             display.note(note)
         code = Supervisor(starts, display, how, renew).run()

@@ -19,9 +19,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
-from replicax._launch.display import Display, TaskRow
+from replicax._launch.display import TaskDisplay, TaskRow
 from replicax._launch.failed_start import tell_failed_start
 from replicax._launch.left_controller import OtherHosts, wait_while_it_serves
+from replicax._launch.passed_on_signals import signals_noticed
 from replicax._launch.replacements import Replacements
 from replicax._launch.restarts import Restarts
 from replicax._launch.task_progress import Speed, Status, read_status
@@ -39,7 +40,6 @@ NOISE: Final = re.compile(
     r"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. Expected number .*"
     r"|W\d+ .* coordination_service\.cc:\d+\] .*Using experimental recoverable task feature\..*"
 )
-_PASSED_ON: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _TICK_S: Final = 0.05
 _REFRESH_S: Final = 0.5
 _NUM_LAST_LINES: Final = 20
@@ -97,7 +97,8 @@ class SupervisorOptions:
 
 
 class Supervisor:
-    """Runs tasks until the training has ended, one of them has failed, or a signal says to end.
+    """Runs tasks until the training has ended, one of them has failed, or a signal says to end. It is one job; several
+    of them run beside each other, each in a thread of its own.
 
     If only the coordinator failed, its restart leaves the servers running; they wait for the next coordinator.
 
@@ -122,7 +123,7 @@ class Supervisor:
     def __init__(
         self,
         starts: Sequence[Start],
-        display: Display,
+        display: TaskDisplay,
         options: SupervisorOptions,
         renew: Renew | None = None,
     ):
@@ -137,6 +138,7 @@ class Supervisor:
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         # True if the others have finished without the task that failed: a restart would find nothing to do.
         self._is_finished_by_others = False
+        self._is_needless = False  # True once nobody needs these tasks, which are servers, any more
         self._is_ending, self._began_at = False, 0.0
         self._started_at: dict[Task, float] = {}
         self._processes: dict[Task, Process] = {}
@@ -161,14 +163,23 @@ class Supervisor:
         self._next_refresh = 0.0
 
     def run(self) -> int:
-        """Runs the job from the main thread. Returns the exit code for the launcher.
+        """Runs the job from the main thread, which notices signals. Returns the exit code for the launcher.
+
+        Raises:
+          ProcessStartError: A task could not be started. No process is left.
+        """
+        with signals_noticed(self.notice):
+            return self.run_beside()
+
+    def run_beside(self) -> int:
+        """Runs the job from any thread, while the main thread passes signals to ``notice``. Returns the exit code.
 
         The exit code is 0, that of the task that failed first, or 128 plus the signal that ended the job.
 
         Raises:
           ProcessStartError: A task could not be started. No process is left.
         """
-        with self._signals_noticed(), self._none_left():
+        with self._none_left():
             while True:
                 failed = self._run_once()
                 if self._signals:
@@ -189,6 +200,20 @@ class Supervisor:
                     self._starts, notes = self._renew()
                     for each in notes:
                         self._display.note(each)
+
+    def finish(self) -> None:
+        """Ends a job of servers in order: nobody needs them any more. Any thread may call it."""
+        self._is_needless = True
+        self._wake.put(None)
+
+    def notice(self, number: int, frame: FrameType | None = None) -> None:
+        """Notes a signal. A signal handler may call it: it takes no lock."""
+        # Both mean that the terminal was closed, so they are one reason to end.
+        if number == signal.SIGHUP and self._signals == [signal.SIGPIPE]:
+            self._signals[0] = number
+        else:
+            self._signals.append(number)
+        self._wake.put(None)
 
     def _run_once(self) -> Ending | None:
         """Runs all tasks once. Returns the ending of the first that failed, or None. Servers may keep running."""
@@ -355,7 +380,11 @@ class Supervisor:
         return False
 
     def _is_trained(self) -> bool:
-        """Returns True if all awaited tasks have exited with 0, apart from those that the others continued without."""
+        """Returns True if all awaited tasks have exited with 0, apart from those that the others continued without; or
+        if these are servers that nobody needs.
+        """
+        if self._is_needless:
+            return True
         awaited = [start.task for start in self._starts if start.is_awaited]
         done = [task for task in awaited if self._has_finished(task)]
         return bool(done) and all(task in done or task in self._outlived for task in awaited)
@@ -712,26 +741,6 @@ class Supervisor:
                 self._refresh(now)
             with contextlib.suppress(queue.Empty):
                 self._wake.get(timeout=_TICK_S)
-
-    @contextlib.contextmanager
-    def _signals_noticed(self) -> Iterator[None]:
-        before = {number: signal.getsignal(number) for number in _PASSED_ON}
-        before = {n: handler for n, handler in before.items() if handler is not signal.SIG_IGN}  # nohup, `&`
-        for number in before:
-            signal.signal(number, self._notice)
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler or signal.SIG_DFL)
-
-    def _notice(self, number: int, frame: FrameType | None) -> None:
-        # Both mean that the terminal was closed, so they are one reason to end.
-        if number == signal.SIGHUP and self._signals == [signal.SIGPIPE]:
-            self._signals[0] = number
-        else:
-            self._signals.append(number)
-        self._wake.put(None)
 
     # --- the table ----------------------------------------------------------------------------------------
 

@@ -27,14 +27,9 @@ from replicax._src.status.status import (
     DOUBTFUL_STATES,
     GOOD_STATES,
     columns_of,
-    fit_metrics_of,
-    progress_of,
     rows_of,
-    staleness_of,
-    summary_of,
-    survivors_of,
-    title_of,
 )
+from replicax._src.status.summary_lines import summary_lines
 from replicax._src.untrusted.strict_json import read_json
 
 _DESCRIPTION: Final = f"""\
@@ -45,6 +40,9 @@ serves a page for browsers, with curves of the loss and the speed, and /metrics 
 data is the share of the last 5 s in which a task waited for its own data, and own the share that it spent in Python or waiting
 for its data, while its devices had nothing to do. slow is the task for which the others wait: the one with the largest own
 share. The time left is that at the mean speed of this fit, if it runs all its epochs.
+
+A group of rx.experimental.LocalUpdates shows all groups too: the version of the outer parameters, the quorum, the bytes to and
+from the syncers, and for each group the rounds since its last push (lag) and its rows in the open round.
 
 A job that no longer answers may be restarting: this command waits for it (--wait). The exit code is 0 when the job has
 ended, 1 if nothing answers at the address from the start, and 130 after Ctrl-C.
@@ -283,19 +281,6 @@ def columns_within(width: int, status: Mapping[str, Any]) -> list[int]:
         if name in names and sum(widths[number] + _GAP for number in shown) - _GAP > width:
             shown.remove(names.index(name))
     return shown
-
-
-def summary_lines(status: Mapping[str, Any]) -> list[str]:
-    """Returns the lines about the job as a whole."""
-    progress, counts, metrics, survivors, staleness = (
-        "  ".join(f"{name} {value}" for name, value in pairs)
-        for pairs in (
-            *(progress_of(status), summary_of(status), fit_metrics_of(status)),
-            *(survivors_of(status), staleness_of(status)),
-        )
-    )
-    lines = ["  ".join(title_of(status)), progress, counts, metrics, survivors]
-    return [*filter(None, lines), *([f"staleness: {staleness}"] if staleness else [])]
 
 
 def lines_of(status: Mapping[str, Any]) -> list[str]:

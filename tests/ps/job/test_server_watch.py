@@ -71,6 +71,26 @@ def test_silent_server_breaks_the_job_after_its_time_and_mends_it():
     assert job.run_until(lambda: job.may_run, 5.0)
 
 
+@pytest.mark.parametrize("copies", [False, True])
+def test_silent_server_that_loses_a_connection_is_still_waited_for(copies):
+    job = ScriptedJob(intervals_s=(None, None), copies=copies)
+    if copies:  # so that only this server has the variables
+        job.ps[0].is_down = True
+        job.run(5.0)
+        job.ps[0].is_down = False
+    job.ps[1].is_silent = True
+    job.run(5.0)
+    num_sent = len(job.sent)
+    job.ps[1].is_silent, job.ps[1].is_down = False, True
+    assert job.run_until(lambda: "ps 1" in [action.task for action in job.sent[num_sent:]], 5.0)
+    job.run(0.05)  # this heartbeat finds no connection
+    job.ps[1].is_silent, job.ps[1].is_down = True, False
+    job.run(20.0)
+    assert not job.broken
+    job.ps[1].is_silent, job.ps[1].is_down = False, True  # it ends
+    assert job.run_until(lambda: "ps 1" in job.broken, 10.0)
+
+
 def test_server_that_has_ended_the_session_breaks_the_job():
     job = ScriptedJob()
     job.ps[0].refuses["heartbeat"] = StaleCoordinatorError("It serves another coordinator.")

@@ -119,6 +119,45 @@ def test_server_cut_off_for_long_becomes_a_backup_again():
     assert not job.broken
 
 
+@pytest.mark.parametrize("first_back", [0, 1])
+def test_silent_servers_of_a_group_keep_it_until_one_of_them_is_back(first_back):
+    job = ScriptedJob(copies=True, intervals_s=(None, None))
+    job.run(1.5)
+    job.ps[0].is_silent = True
+    job.run(1.5)
+    job.ps[1].is_silent = True
+    job.run(40.0)
+    assert job.groups.primaries == [0, 1]
+    assert job.groups.unprotected == []
+    assert not job.may_run
+    job.ps[first_back].is_silent = False
+    assert job.run_until(lambda: job.groups.primaries == [first_back] * 2, 5.0)
+    assert job.run_until(lambda: job.may_run, 5.0)
+    assert f"ps {1 - first_back} is lost. No acknowledged update is lost" in job.log_text
+    job.ps[1 - first_back].is_silent = False
+    assert job.run_until(lambda: all(view.backup == 1 - first_back for view in job.groups.views), 10.0)
+
+
+def test_servers_that_are_silent_together_for_a_minute_break_the_job():
+    job = ScriptedJob(copies=True, intervals_s=(None, None))
+    job.ps[0].is_silent = job.ps[1].is_silent = True
+    assert job.run_until(lambda: job.groups.lost, 55.0)
+    assert job.now > 45.0
+    assert job.run_until(lambda: job.broken, 20.0)
+
+
+def test_server_that_has_ended_is_replaced_by_one_that_is_silent():
+    job = ScriptedJob(copies=True, intervals_s=(None, None))
+    job.run(1.5)
+    job.ps[1].is_silent = True
+    job.run(1.0)
+    job.ps[0].is_down = True
+    assert job.run_until(lambda: job.groups.primaries == [1, 1], 5.0)
+    job.run(20.0)
+    job.ps[1].is_silent = False
+    assert job.run_until(lambda: job.may_run, 5.0)
+
+
 def test_unprotected_server_that_is_lost_breaks_a_job_without_snapshots():
     job = ScriptedJob(copies=True, intervals_s=(None, None))
     job.run(1.5)
@@ -432,6 +471,23 @@ def test_group_that_is_lost_again_while_it_resumes_does_not_go_on():
         job.ps[index].restarts(**snapshot((1, 40), 0, 1))
     assert job.run_until(lambda: job.may_run, 20.0)
     assert job.log_text.count("resume from the newest snapshot") == 2
+
+
+def test_log_says_what_is_lost_if_the_server_of_a_group_is_silent_while_it_resumes():
+    job = copied()
+    lose_both(job)
+    job.operation_s = 20.0
+    for index in (0, 1):
+        job.ps[index].restarts(**snapshot((1, 40), 0, 1))
+    assert job.run_until(lambda: any(getattr(each, "operation", "") == "restored" for each in job.sent), 20.0)
+    job.ps[0].is_silent = job.ps[1].is_silent = True
+    job.run(70.0)
+    assert job.groups.lost == [0, 1]
+    assert "resume from the newest snapshot" not in job.log_text
+    job.operation_s = 0.01
+    job.ps[0].is_silent = job.ps[1].is_silent = False
+    assert job.run_until(lambda: job.may_run, 20.0)
+    assert job.log_text.count("about 20 acknowledged updates are lost") == 2
 
 
 def test_updates_of_a_group_that_are_lost_once_are_not_counted_again():

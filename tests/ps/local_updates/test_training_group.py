@@ -182,6 +182,17 @@ def test_nnx_models_and_variables_are_assigned_and_one_group_stops_all(group):
     assert not again.should_stop
 
 
+def test_push_that_is_not_finite_is_named_with_its_group_which_adopts_the_outer_parameters(group, caplog):
+    groups = [group(number, 2, every=1) for number in range(2)]
+    params = [each.attach({"w": jnp.zeros(3)}) for each in groups]
+    groups[0].step({"w": params[0]["w"] + jnp.nan}, tokens=5)
+    groups[1].step({"w": params[1]["w"] + 2}, tokens=1)
+    for result in finished(groups):
+        np.testing.assert_array_equal(result["w"], np.full(3, 2.0))
+    assert [line for line in caplog.messages if "Group 0: pushes 1 to 1" in line and "not finite" in line]
+    assert groups[0].statistics()["lost_pushes"] == 1
+
+
 def test_program_without_groups_runs_unchanged_and_says_so(monkeypatch, caplog):
     monkeypatch.delenv("REPLICAX_GROUP", raising=False)
     with caplog.at_level("INFO", "replicax"):

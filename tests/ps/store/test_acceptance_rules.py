@@ -49,6 +49,18 @@ def test_call_below_the_mark_has_ended_and_a_late_mark_changes_nothing(rules):
     rules.raise_low(None, 100)
 
 
+def test_calls_that_were_unfinished_before_a_restore_are_forgotten_as_they_end(rules):
+    before = rules.described()
+    rules.end("me", 9, [3, 5, 8])
+    for low, missing in ((0, [3, 5, 8]), (5, [5, 8]), (9, [])):
+        rules.raise_low(Closure("another", 0), 100)
+        rules.raise_low(Closure("me", 10), low)
+        assert rules._ended is not None
+        assert sorted(rules._ended[2]) == missing
+        rules.take(before, "restored again")
+        assert [number for number in range(9) if not rules.has_done(Closure("me", number), 0)] == missing
+
+
 def test_gradients_of_a_round_that_was_applied_are_late(rules):
     closure = Closure("me", 7)
     assert rules.holds(closure, 2)

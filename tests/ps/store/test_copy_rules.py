@@ -109,6 +109,22 @@ def test_backup_that_differs_is_lost_and_gets_the_state_whatever_position_it_say
     assert not rules.bring(7, CopyPlace(Position(5, 4), ()), 0).is_state
 
 
+def test_log_drops_updates_that_the_backup_had_already_when_it_joined():
+    rules = copy_of(0, PAIR)
+    update(rules)
+    update(rules)
+    rules.lose(1, "its acknowledgments were lost with the connection")
+    rules.take(ALONE)
+    rules.take(JOINS)
+    assert rules.bring(3, CopyPlace(Position(1, 2), ()), 0) == (Position(1, 2), False)
+    assert rules.lacking(3, 2) == []
+    assert not rules.synced(2, 2)  # of an earlier view
+    assert [entry.position.seq for entry in rules.lacking(3, 0)] == [1, 2]
+    assert rules.synced(3, 2)
+    assert rules.lacking(3, 0) == []
+    assert rules.log.reaches(Position(1, 2))
+
+
 def test_primary_says_that_the_other_copy_differs_until_it_is_copied():
     rules = copy_of(0, PAIR)
     update(rules)

@@ -12,6 +12,7 @@ from asked_store import ME, ask, create
 from checks import message
 from replicax._ps.store.keeper_rules import KeeperRules, Progress
 from replicax._ps.store.snapshot_keeper import SnapshotKeeper
+from replicax._ps.store.snapshots import Snapshot, SnapshotFolder
 from replicax._ps.store.store import Store
 from replicax._ps.task.service import TaskService
 from replicax._ps.task.session_rules import TaskSession
@@ -98,13 +99,18 @@ def test_failure_is_new_once_until_a_snapshot_is_written():
 # --- requests -------------------------------------------------------------------------------------------------
 
 
+def go_back(rules, epoch, progress):
+    request = rules.requested_restore(epoch)
+    rules.begins(request)
+    rules.restored(request, progress, {"incarnation": "me", "epoch": epoch})
+
+
 def test_server_that_restarts_and_goes_back_writes_nothing_at_intervals():
     """Two snapshots of its own would replace the file of the last epoch that all servers have."""
     rules = rules_of(restored={"incarnation": "me", "epoch": 5})
     rules.begin("me")
     assert rules.has_changed(has(1))
-    rules.begins(rules.requested_restore(4))
-    rules.restored(has(2), {"incarnation": "me", "epoch": 4})
+    go_back(rules, 4, has(2))
     assert rules.tick(10.0, has(3))
     assert not rules.has_changed(has(3))
     assert not rules.has_moved(has(3, position=9))
@@ -128,8 +134,7 @@ def test_epoch_below_an_earlier_one_is_late_whatever_was_restored():
     rules = rules_of()
     rules.begins(rules.requested_snapshot(6))
     message(SnapshotError, lambda: rules.requested_snapshot(5), "epoch 5 is late", "epoch 6 has arrived")
-    rules.begins(rules.requested_restore(4))
-    rules.restored(has(9), {"incarnation": "me", "epoch": 4})
+    go_back(rules, 4, has(9))
     message(SnapshotError, lambda: rules.requested_snapshot(5), "is late")
     rules.begins(rules.requested_snapshot(7))
 
@@ -143,6 +148,22 @@ def test_request_of_an_earlier_coordinator_is_late_and_leaves_the_intervals_alon
         message(SnapshotError, lambda request=request: rules.begins(request), "another coordinator")
     assert rules.has_changed(has(1))
     rules.begins(rules.requested_snapshot(1))  # it has its own numbers
+
+
+def test_snapshot_that_was_read_while_another_coordinator_came_is_not_described():
+    rules = rules_of()
+    rules.begin("first")
+    rewind = rules.requested_restore(5)
+    rules.begins(rewind)
+    rules.begin("second")
+    told = {"incarnation": "first", "epoch": 5}
+    message(SnapshotError, lambda: rules.restored(rewind, has(2), told), "epoch 5 is late")
+    assert rules.restored_in("i") is None
+    rewind = rules.requested_restore(6)
+    rules.begins(rewind)
+    rules.requested_restore(6)  # a newer request, which will restore it again
+    rules.restored(rewind, has(2), {"incarnation": "second", "epoch": 6})
+    assert rules.restored_in("i")["epoch"] == 6
 
 
 def test_restarted_server_knows_the_epochs_of_its_coordinator():
@@ -237,6 +258,36 @@ def test_server_that_goes_back_is_told_which_closures_have_ended_and_which_epoch
     assert ask(host._store, "step", pull=[["x", None]], program=None).arrays[0] == 1.0
     window = host._store._contents.rules.windows.window_of(ME)
     assert [number for number in range(7) if number not in window] == [3, 5, 6]
+    service.close()
+
+
+@pytest.mark.parametrize(("reader", "method"), [(SnapshotFolder, "latest_complete"), (Snapshot, "value")])
+def test_coordinator_that_comes_while_a_snapshot_is_read_keeps_what_it_makes(
+    tmp_path, monkeypatch, reader, method
+):
+    host = PsHost(tmp_path, math.inf, 0, Credentials())
+    service = served(host)
+    service.ask("hello", {"incarnation": ME, "ps": []})
+    create(host._store, x=np.float32(1.0))
+    service.ask("snapshot", {"incarnation": ME, "epoch": 1})
+    read = getattr(reader, method)
+
+    def slowly(self, *arguments):
+        result = read(self, *arguments)
+        host.begin("another", [])
+        shard = {"key": "y", "shape": [], "dtype": "float32", "initial": "array"}
+        ask(host._store, "create", [np.float32(2.0)], incarnation="another", shards=[shard])
+        return result
+
+    monkeypatch.setattr(reader, method, slowly)
+    with pytest.raises(SnapshotError, match="belongs to coordinator another now"):
+        host.asks["restore"]({"incarnation": ME, "epoch": 1})
+    assert host._store.statistics()["shards"] == 1
+    pulled = ask(host._store, "step", incarnation="another", pull=[["y", None]], program=None)
+    assert pulled.arrays[0] == 2.0
+    assert host.restored is None
+    monkeypatch.undo()
+    assert host.asks["snapshot"]({"incarnation": "another", "epoch": 1})["is_base"]
     service.close()
 
 

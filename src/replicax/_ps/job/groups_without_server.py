@@ -50,7 +50,6 @@ class GroupsWithoutServer:
     def wait_for(self, groups: Sequence[int]) -> None:
         """Starts to wait for groups that are lost now."""
         for group in groups:
-            self._going_on.pop(group, None)
             if group not in self._since:
                 self._since[group] = self._job.now
                 self._job.pause(("group", group))
@@ -146,7 +145,8 @@ class GroupsWithoutServer:
             )
             return
         resumes, num_updates = self._going_on.get(group, (None, 0))
-        if resumes is not view:  # it is lost again
+        # It is lost again. If its server was only silent, that may have the same data, and the log must say what is lost.
+        if resumes is not view or group in self._groups.lost:
             return
         del self._going_on[group]
         members = names_of_servers(self._groups.members(group))

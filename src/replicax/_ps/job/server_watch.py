@@ -54,6 +54,7 @@ class ServerWatch:
         self.state, self._job, self._rules = state, job, rules
         self._limits = job.setup.limits
         self._num_missed, self._since = 0, 0.0
+        self._num_unreached = 0  # the last heartbeats in a row for which there was no connection
         self._num_refused, self._refused_since = 0, 0.0
         self._is_hurried = False
 
@@ -69,6 +70,16 @@ class ServerWatch:
     def is_unreachable(self) -> bool:
         """True if the server has missed so many heartbeats that no answer is expected from it."""
         return self.state.num_silent >= self._limits.ps_missed_heartbeats
+
+    @property
+    def is_silent(self) -> bool:
+        """True if the last heartbeats had no answer, and the server may still have its data."""
+        return bool(self._num_missed) and self._num_unreached < self._limits.ps_missed_heartbeats
+
+    @property
+    def silent_s(self) -> float:
+        """The time in seconds since the first of the heartbeats that had no answer."""
+        return self._job.now - self._since if self._num_missed else 0.0
 
     def start(self) -> None:
         """Starts the heartbeats."""
@@ -106,7 +117,7 @@ class ServerWatch:
         self._num_refused += 1
         self._refused_since = self._job.now if self._num_refused == 1 else self._refused_since
         if self._num_refused >= self._limits.ps_missed_heartbeats:
-            limit_s = self._waits_s(error)
+            limit_s = self._waits_s(is_silent=_is_silent(error))
             may_come_back = self._job.now - self._refused_since < limit_s
             self._lose(self._unavailable(error, limit_s), may_come_back=may_come_back)
 
@@ -161,12 +172,14 @@ class ServerWatch:
 
     def _missed(self, error: Exception) -> None:
         self._num_missed += 1
+        self._num_unreached = 0 if _is_silent(error) else self._num_unreached + 1
         self.state.num_silent += 1
         self._since = self._job.now if self._num_missed == 1 else self._since
         self.pause()
         self._rules.silent(self)
         if self._num_missed >= self._limits.ps_missed_heartbeats:
-            limit_s = self._waits_s(error)
+            # A server that is silent may lose a connection, too. It has ended if there is none again and again.
+            limit_s = self._waits_s(is_silent=self.is_silent)
             may_come_back = self._job.now - self._since < limit_s
             is_lost = self._lose(self._unavailable(error, limit_s), may_come_back=may_come_back)
             if not is_lost and self._num_missed == self._limits.ps_missed_heartbeats:
@@ -187,15 +200,15 @@ class ServerWatch:
             cause = self._rules.lost(self, error)
         if cause is None:
             self.state.is_lost = True
+            self._job.resume(self.name)  # if the job has waited for it
         elif may_come_back:
             self._job.pause(self.name)
         else:
             self.breaks(cause)
         return self.state.is_lost
 
-    def _waits_s(self, error: Exception) -> float:
+    def _waits_s(self, *, is_silent: bool) -> float:
         """Returns the longest wait for the server."""
-        is_silent = isinstance(error, UnavailableError) and error.is_silent
         return max(self.state.comes_back_s, self._limits.ps_silence_s if is_silent else 0.0)
 
     def _unavailable(self, error: Exception, waited_s: float) -> UnavailableError:
@@ -203,3 +216,7 @@ class ServerWatch:
         if waited_s:
             what = f"The coordinator waited {waited_s:g} s for it. {what}"
         return UnavailableError(f"{self.name} is lost: {error} {what}{self.state.hint}", self.name)
+
+
+def _is_silent(error: Exception) -> bool:
+    return isinstance(error, UnavailableError) and error.is_silent

@@ -45,6 +45,7 @@ class TwoCopies:
         self._unprotected: list[int] = []
         self._last_join: dict[int, float] = {}
         self._moved: set[int] = set()  # servers that restarted before they counted as lost
+        self._watches: dict[int, ServerWatch] = {}  # of servers that have missed heartbeats
         self._to_tell: dict[int, dict[tuple[int, View], None]] = {}  # in their order, by group
         self._told_now: dict[int, View] = {}
 
@@ -53,6 +54,8 @@ class TwoCopies:
 
     def lost(self, watch: ServerWatch, error: UnavailableError) -> UnavailableError | None:
         """Handles the loss of a server. Returns an error for the job if some variables are on no server now."""
+        if self._is_undecided(watch):
+            return error
         views = self._groups.server_lost(watch.index)
         left = self._without(watch, error)
         if left is None and not self._has_lost_group:
@@ -63,6 +66,7 @@ class TwoCopies:
 
     def silent(self, watch: ServerWatch) -> None:
         """Ends the job if the server may have a group that was waited for long enough."""
+        self._watches[watch.index] = watch
         if over := self._lost.waited_too_long(watch.index):
             watch.breaks(self._nowhere(watch, over))
 
@@ -112,6 +116,25 @@ class TwoCopies:
     def described_views(self) -> list[dict[str, Any]]:
         """Returns all views as JSON."""
         return [view.described() for view in self._groups.views]
+
+    def _is_undecided(self, watch: ServerWatch) -> bool:
+        """True if a server is silent together with the other server of a group, and either may be back first.
+
+        Then the group stays with both: it would be lost if it were left to the server that is silent for longer. The
+        wait ends before a silent server ends the session.
+        """
+        limits = self._job.setup.limits
+        ends_s = (1 + limits.ps_missed_heartbeats) * (limits.heartbeat_s + limits.heartbeat_timeout_s)
+        if not watch.is_silent or watch.silent_s > limits.ps_silence_s - ends_s:
+            return False
+        others = [
+            task
+            for view in self._groups.views
+            if watch.index in view.members
+            for task in view.members
+            if task != watch.index
+        ]
+        return any(task in self._watches and self._watches[task].is_silent for task in others)
 
     # --- a server returns ----------------------------------------------------------------------------------
 

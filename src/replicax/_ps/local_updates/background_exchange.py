@@ -19,6 +19,7 @@ import numpy as np
 from replicax._ps.local_updates import exchange_actions as actions
 from replicax._ps.local_updates.fragment_programs import FragmentPrograms, state_of
 from replicax._ps.local_updates.fragment_rules import ExchangeOptions
+from replicax._ps.local_updates.group_status import group_status
 from replicax._ps.local_updates.int8_blocks import encoded
 from replicax._ps.local_updates.member_rules import MemberRules
 from replicax._ps.local_updates.replay_file import ReplayWriter, checksum_of
@@ -68,7 +69,7 @@ class BackgroundExchange:
       fragments: The fragments, in the same order in all groups.
       options: How groups exchange.
       tick_s: The seconds between two looks at the servers.
-      place: Puts outer parameters where the group computes, in a thread of the exchange.
+      place: Puts outer parameters of a fragment where the group has them, in a thread of the exchange.
       log_of: Makes the log for a replay, given the number that stands for this process; None for no log.
 
     Attributes:
@@ -83,12 +84,13 @@ class BackgroundExchange:
         options: ExchangeOptions,
         *,
         tick_s: float = 0.1,
-        place: Callable[[np.ndarray], Any] = np.asarray,
+        place: Callable[[int, np.ndarray], Any] = lambda _, outer: outer,
         log_of: Callable[[int], ReplayWriter] | None = None,
     ):
         self.fetched: Sequence[int] = ()
         self._place = place
         self._member, self._fragments, self._tick_s = member, fragments, tick_s
+        self._quorum = options.quorum
         self._owner = 1 + secrets.randbelow(_MAX_NUMBER)
         self._log = None if log_of is None else log_of(self._owner)
         self._instances: dict[int, str] = {}  # that answered last
@@ -229,6 +231,18 @@ class BackgroundExchange:
         with self._changed:
             return dict(self._counts)
 
+    def status(self, counts: Mapping[str, int]) -> dict[str, Any]:
+        """Returns what this group knows of all, for ``show_groups``.
+
+        Args:
+          counts: The statistics of ``LocalUpdates``.
+        """
+        with self._changed:
+            now, rules = time.monotonic(), self._rules
+            return group_status(
+                self._member, self._quorum, rules.rounds, lambda each: rules.is_live(each, now), counts
+            )
+
     # --- under the lock -----------------------------------------------------------------------------
 
     def _wait(self, is_so: Callable[[], bool], timeout_s: float) -> bool:
@@ -318,7 +332,7 @@ class BackgroundExchange:
             if isinstance(action, actions.FetchOuter):
                 fetched = np.array(answer.arrays[1])
                 checksum = 0 if self._log is None else checksum_of(fetched)
-                outer = self._place(fetched)
+                outer = self._place(action.fragment, fetched)
         except InvalidArgumentError as error:
             if isinstance(action, actions.ClaimSlot):  # other groups have another fragment
                 with self._changed:

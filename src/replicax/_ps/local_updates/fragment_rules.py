@@ -110,6 +110,11 @@ class FragmentRules:
         self._period_s = self._exchange_s = 0.0
         self._grace: tuple[tuple[str, int], float] | None = None  # the round, and since when it has a quorum
 
+    @property
+    def state(self) -> RoundState | None:
+        """The round, as the server has described it last; None before its first answer."""
+        return self._state
+
     # --- events -------------------------------------------------------------------------------------
 
     def boundary(self, tokens: int, now: float) -> list[Action]:

@@ -11,7 +11,7 @@ from typing import Any, Final, final
 import jax
 
 from replicax._ps.local_updates.fragment_values import on_one_device
-from replicax._src.program_kit.errors import RemoteError, ReplicaxError, UnsupportedError
+from replicax._src.program_kit.errors import ContextError, RemoteError, ReplicaxError, UnsupportedError
 from replicax._src.program_kit.traced_programs import Topology
 
 _TOPIC: Final = "local updates"
@@ -30,12 +30,18 @@ class GroupProcesses:
 
     Raises:
       UnsupportedError: The strategy goes on after failures of processes.
+      ContextError: The group has several processes, and the topology is of one.
     """
 
     def __init__(self, topology: Topology):
         self._topology, self._peers = topology, topology.peers
         self.are_several = self._peers is not None
         self.is_leader = self._peers is None or self._peers.number == 0
+        if self._peers is None and jax.process_count() > 1:
+            raise ContextError(
+                f"rx.experimental.LocalUpdates: this group has {jax.process_count()} processes, and what was attached is of "
+                "this process alone. Attach it inside of `with strategy.scope():`, or make the variables there."
+            )
         if self._peers is not None and self._peers.tolerates_failures:
             raise UnsupportedError(
                 "rx.experimental.LocalUpdates in a group whose strategy has fault_tolerance: a worker that enters in the "

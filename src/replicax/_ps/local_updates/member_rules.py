@@ -37,7 +37,7 @@ class MemberRules:
         options: ExchangeOptions,
         now: float,
     ):
-        heard = HeardMembers(member, num_members, options.patience_s, now)
+        heard = self._heard = HeardMembers(member, num_members, options.patience_s, now)
         self._fragments = [
             FragmentRules(fragment, member, owner, options, heard) for fragment in range(num_fragments)
         ]
@@ -102,6 +102,15 @@ class MemberRules:
     def finish(self, now: float) -> list[Action]:
         """The group trains no more, and all its rows have been in a boundary. ``ExchangeDone`` follows."""
         return self._of_all(lambda each: each.finish(now))
+
+    @property
+    def rounds(self) -> list[RoundState]:
+        """The round of each fragment whose server has answered, as it has described it last."""
+        return [each.state for each in self._fragments if each.state is not None]
+
+    def is_live(self, member: int, now: float) -> bool:
+        """True if a quorum still counts on a group."""
+        return self._heard.is_live(member, now)
 
     def _of_all(self, event: Callable[[FragmentRules], list[Action]]) -> list[Action]:
         return self._with_end([action for each in self._fragments for action in event(each)])

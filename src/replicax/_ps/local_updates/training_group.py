@@ -13,7 +13,6 @@ from typing import Any, Final, Self, final
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from replicax._ps.local_updates.attached_arrays import AttachedArrays, TravellingArray
 from replicax._ps.local_updates.background_exchange import BackgroundExchange, ExchangedFragment
@@ -23,6 +22,7 @@ from replicax._ps.local_updates.fragment_split import allowed_steps, offsets_of,
 from replicax._ps.local_updates.fragment_values import FragmentValues
 from replicax._ps.local_updates.group_processes import GroupProcesses
 from replicax._ps.local_updates.group_settings import GroupSettings
+from replicax._ps.local_updates.group_status import show_groups
 from replicax._ps.local_updates.outer_optimizer import (
     OuterOptimizer,
     OuterSgd,
@@ -398,16 +398,17 @@ class LocalUpdates:
         syncers = self._syncers = Syncers(self._place.syncers, self.index, self.num_groups)
         syncers.greet(self._start_limit_s)
         syncers.agree(self._settings(specs))
-        (device,) = values[0].devices()
-        self._exchange = BackgroundExchange(
+        devices = [next(iter(each.devices())) for each in values]
+        exchange = self._exchange = BackgroundExchange(
             self.index,
             self.num_groups,
             [self._exchanged(number, syncers) for number in range(len(self._fragments))],
             self._options,
-            place=lambda outer: jax.device_put(np.asarray(outer), device),
+            place=lambda fragment, outer: jax.device_put(outer, devices[fragment]),
             log_of=None if self._log_path is None else self._replay_log,
         )
-        return self._exchange.begin(values, self._start_limit_s)
+        show_groups(lambda: exchange.status(self.statistics()))
+        return exchange.begin(values, self._start_limit_s)
 
     def _replay_log(self, owner: int) -> ReplayWriter:
         assert self._log_path is not None
@@ -564,6 +565,7 @@ class LocalUpdates:
         if self._syncers is not None and not leaves:
             self._syncers.close(leaves=False)  # requests that wait for a syncer fail now
         if self._exchange is not None:
+            show_groups(None)
             self._exchange.close()
         if self._syncers is not None and leaves:
             self._syncers.close(leaves=True)

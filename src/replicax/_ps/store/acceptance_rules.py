@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from replicax._ps.store.window import Windows
-from replicax._src.program_kit.errors import UnavailableError
+from replicax._src.program_kit.errors import SnapshotError, UnavailableError
 
 Version = tuple[str, int]
 """The instance of a store, and the number of a shard's version there."""
@@ -63,8 +63,10 @@ class StoreRules:
         self.instance = instance
         self.windows = Windows()
         self.num_created = self.num_changes = 0
-        self._ended: tuple[str, int, frozenset[int]] | None = None
+        # The coordinator, ``stop``, and the closures below that had not ended, from the highest down.
+        self._ended: tuple[str, int, list[int]] | None = None
         self._highest_version = 0
+        self.session = 0
 
     # --- the owner ----------------------------------------------------------------------------------------------
 
@@ -73,12 +75,14 @@ class StoreRules:
         if incarnation == self.owner:
             return False
         self.owner = incarnation
+        self.session += 1
         self.forget()
         return True
 
     def leave(self, instance: str) -> None:
         """Records that the coordinator has left. All values must be dropped."""
         self.owner, self.instance = None, instance
+        self.session += 1
         self.forget()
 
     def forget(self) -> None:
@@ -104,8 +108,13 @@ class StoreRules:
 
     def raise_low(self, call: Closure | None, low: int) -> None:
         """Records that all calls of a client below ``low`` have ended."""
-        if call is not None:
-            self.windows.window_of(call.incarnation).raise_low(low)
+        if call is None:
+            return
+        self.windows.window_of(call.incarnation).raise_low(low)
+        if self._ended is not None and self._ended[0] == call.incarnation:
+            unfinished = self._ended[2]
+            while unfinished and unfinished[-1] < low:
+                unfinished.pop()
 
     def did(self, call: Closure | None) -> None:
         """Records that a call that must run once has run."""
@@ -114,13 +123,13 @@ class StoreRules:
 
     def end(self, incarnation: str, stop: int, unfinished: Iterable[int]) -> None:
         """Records that all closures of a coordinator below ``stop`` have ended, besides these, whatever is restored."""
-        self._ended = incarnation, stop, frozenset(unfinished)
+        self._ended = incarnation, stop, sorted(unfinished, reverse=True)
         self._apply_ended()
 
     def _apply_ended(self) -> None:
         if self._ended is not None and self._ended[0] == self.owner:
             incarnation, stop, unfinished = self._ended
-            self.windows.window_of(incarnation).end(stop, unfinished)
+            self.windows.window_of(incarnation).end(stop, frozenset(unfinished))
 
     def holds(self, closure: Closure, round_number: int) -> bool:
         """True if the gradients of a closure are kept for a round; False if the round has been applied."""
@@ -172,6 +181,24 @@ class StoreRules:
             "highest_number": self._highest_version,
             "windows": self.windows.described(),
         }
+
+    def check_session(self, session: int | None) -> None:
+        """Raises SnapshotError if a coordinator has come or has left since a session: what the store has now stays."""
+        if session not in (None, self.session):
+            raise SnapshotError(
+                "Nothing was restored: while the snapshot was read, a coordinator has taken the parameter server over, "
+                f"or has left it. It belongs to coordinator {self.owner} now, which alone may restore snapshots."
+            )
+
+    def begin_restore(self, session: int | None = None) -> None:
+        """Records that all values are dropped, because those of a snapshot follow. The store is nobody's until then.
+
+        Raises:
+          SnapshotError: The session is over.
+        """
+        self.check_session(session)
+        self.owner = None
+        self.forget()
 
     def take(self, described: Mapping[str, Any], instance: str) -> None:
         """Continues from what was ``described``, as another instance, because version numbers restart and may stand

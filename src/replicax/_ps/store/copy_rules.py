@@ -304,7 +304,10 @@ class CopyRules(Generic[T]):
     def synced(self, epoch: int, acked: int) -> bool:
         """Records that the joining backup has been sent everything so far, as ``GroupRules.synced``."""
         self.error = ""
-        return self.role.synced(epoch, acked)
+        if not self.role.synced(epoch, acked):
+            return False
+        self.log.acknowledge(acked)  # it may have had updates already whose acknowledgments were lost
+        return True
 
     def _differs(self) -> None:
         self.log.end()  # its entries are useless for the backup now

@@ -241,13 +241,19 @@ class GroupCopy:
 
         return store.snapshot(directory, epoch, kept_epoch, moment)
 
-    def restore(self, directory: Path, epoch: int | None = None) -> dict[str, Any] | None:
+    @property
+    def session(self) -> int:
+        return self._state.store.session
+
+    def restore(
+        self, directory: Path, epoch: int | None = None, session: int | None = None
+    ) -> dict[str, Any] | None:
         """Restores the newest intact snapshot if it belongs to this coordinator: see ``Store.restore``.
 
         A snapshot has the whole state at its position, without programs and without gradients that wait for their
         round.
         """
-        told = self._state.store.restore(directory, epoch)
+        told = self._state.store.restore(directory, epoch, session)
         if told is not None and told["incarnation"] == self._state.incarnation:
             with self._state.changed:
                 lacks = None if told["num_held_gradients"] else told["programs"]

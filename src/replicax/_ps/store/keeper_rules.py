@@ -75,7 +75,7 @@ class KeeperRules:
         self._num_created = 0
         self._is_asked = self._is_writing = self._is_driven = False
         self._owner: str | None = None
-        self._num_requests = self._highest_epoch = 0
+        self._num_requests = self._begun_at = self._highest_epoch = 0
         self._restored: tuple[str, Mapping[str, Any]] | None = None
 
     def start(self, now: float, progress: Progress, restored: Mapping[str, Any] | None) -> None:
@@ -87,6 +87,7 @@ class KeeperRules:
         """Records that a coordinator begins. Snapshots are written at intervals again, until it asks for epochs."""
         self._is_driven = False
         self._num_requests += 1  # all earlier requests are late now
+        self._begun_at = self._num_requests
         if incarnation != self._owner:
             self._owner, self._highest_epoch = incarnation, 0
         if self._restored is not None and self._restored[1]["incarnation"] != incarnation:
@@ -170,10 +171,7 @@ class KeeperRules:
           SnapshotError: It is late.
         """
         if request.number != self._num_requests:
-            raise SnapshotError(
-                f"The request for the snapshot of epoch {request.epoch} is late: a newer request has arrived, or "
-                "another coordinator. Nothing was written or restored. Ask again with a higher epoch."
-            )
+            raise _late(request)
         self._is_driven = True
 
     def _request(self, epoch: int) -> SnapshotRequest:
@@ -193,8 +191,16 @@ class KeeperRules:
         self.error = error
         return is_new
 
-    def restored(self, progress: Progress, restored: Mapping[str, Any] | None) -> None:
-        """Records that a request has restored a snapshot, described as by ``Store.restore``."""
+    def restored(
+        self, request: SnapshotRequest, progress: Progress, restored: Mapping[str, Any] | None
+    ) -> None:
+        """Records that a request has restored a snapshot, described as by ``Store.restore``.
+
+        Raises:
+          SnapshotError: A coordinator has come meanwhile, and the store has dropped the snapshot's values again.
+        """
+        if request.number < self._begun_at:
+            raise _late(request)
         self._note_restored(progress, restored)
 
     def restored_in(self, instance: str) -> Mapping[str, Any] | None:
@@ -212,3 +218,10 @@ class KeeperRules:
         if restored is not None and self._owner is None:
             self._owner = restored["incarnation"]
             self._highest_epoch = max(self._highest_epoch, restored["epoch"])
+
+
+def _late(request: SnapshotRequest) -> SnapshotError:
+    return SnapshotError(
+        f"The request for the snapshot of epoch {request.epoch} is late: a newer request has arrived, or another "
+        "coordinator. Nothing was written or restored. Ask again with a higher epoch."
+    )

@@ -22,10 +22,14 @@ class Kept(Protocol):
 
     @property
     def progress(self) -> Progress: ...
+    @property
+    def session(self) -> int: ...
 
     def statistics(self) -> dict[str, Any]: ...
     def snapshot(self, directory: Path, epoch: int = 0, kept_epoch: int = 0) -> dict[str, Any]: ...
-    def restore(self, directory: Path, epoch: int | None = None) -> dict[str, Any] | None: ...
+    def restore(
+        self, directory: Path, epoch: int | None = None, session: int | None = None
+    ) -> dict[str, Any] | None: ...
 
 
 @final
@@ -124,17 +128,19 @@ class SnapshotKeeper:
         """Restores the snapshot of an epoch. Returns the result of the store's ``restore``.
 
         Raises:
-          SnapshotError: There is no snapshot of that epoch, or the coordinator's request is late.
+          SnapshotError: There is no snapshot of that epoch, or the coordinator's request is late: another one has
+            come, perhaps while the snapshot was read.
         """
+        session = self._store.session  # before the request counts: who comes later makes it late
         with self._rules_lock:
             request = self._rules.requested_restore(epoch)
         with self._lock:
             with self._rules_lock:
                 self._rules.begins(request)
-            restored = self._store.restore(self._directory, epoch)
+            restored = self._store.restore(self._directory, epoch, session)
             progress = self._store.progress
             with self._rules_lock:
-                self._rules.restored(progress, restored)
+                self._rules.restored(request, progress, restored)
         return restored
 
     def close(self) -> None:

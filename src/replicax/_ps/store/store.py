@@ -170,7 +170,14 @@ class Store:
         with self._lock:
             self._contents.rules.end(incarnation, stop, unfinished)
 
-    def restore(self, directory: str | Path, epoch: int | None = None) -> dict[str, Any] | None:
+    @property
+    def session(self) -> int:
+        """A number that changes when a coordinator comes or leaves."""
+        return self._contents.rules.session
+
+    def restore(
+        self, directory: str | Path, epoch: int | None = None, session: int | None = None
+    ) -> dict[str, Any] | None:
         """Replaces the contents by the newest intact snapshot. The store has a new ``instance`` then.
 
         Call it before the server serves, or while no other request is in flight. The store gets the snapshot's
@@ -179,6 +186,7 @@ class Store:
         Args:
           directory: The folder that was given to ``snapshot``.
           epoch: The epoch of the snapshot; None for any.
+          session: The ``session`` in which the snapshot was asked for; None if no coordinator can come meanwhile.
 
         Returns:
           None if there is no snapshot. Else ``file``, ``epoch``, ``incarnation``, ``updates``, ``shards``, and
@@ -190,9 +198,10 @@ class Store:
           updates are numbered; and ``num_held_gradients``, the number of gradients that the snapshot lacks.
 
         Raises:
-          SnapshotError: There are snapshots, but none is intact and of the epoch; nothing has changed.
+          SnapshotError: There are snapshots, but none is intact and of the epoch; or the session is over. Nothing
+            has changed, or the store has what the coordinator has put into it that has come meanwhile.
         """
-        return self._snapshots.restore(Path(directory), epoch)
+        return self._snapshots.restore(Path(directory), epoch, session)
 
     def state(self) -> StoreState:
         """Returns everything in the store at one moment. While a view exists, the first update of its shard needs new

@@ -69,10 +69,9 @@ class StoreContents:
         self.rules.leave(_new_instance())
         self._clear()
 
-    def make_room(self) -> None:
+    def make_room(self, session: int | None = None) -> None:
         """Drops everything, because what was taken from a snapshot follows. Nobody is answered meanwhile."""
-        self.rules.owner = None
-        self.rules.forget()
+        self.rules.begin_restore(session)
         self._clear()
 
     def _clear(self) -> None:

@@ -52,7 +52,7 @@ class StoreSnapshots:
             folder = self._folder_of(directory)
             return self._write(folder, folder.previous(), epoch, moment, kept_epoch)
 
-    def restore(self, directory: Path, epoch: int | None) -> dict[str, Any] | None:
+    def restore(self, directory: Path, epoch: int | None, session: int | None) -> dict[str, Any] | None:
         """See ``Store.restore``."""
         contents = self._contents
         with self._turn:
@@ -64,16 +64,17 @@ class StoreSnapshots:
             folder.last = None
             with contextlib.closing(snapshot):
                 with self._lock:
-                    contents.make_room()  # before the new values are read: memory may not hold both
+                    contents.make_room(session)  # before the new values are read: memory may not hold both
                 shards = {
                     key: HeldShard(key, shard.spec, snapshot.value(shard, self._device), shard.number)
                     for key, shard in snapshot.manifest.shards.items()
                 }
             for shard in shards.values():
                 shard.changed.begin()
-            folder.last = snapshot.manifest
             with self._lock:
+                contents.rules.check_session(session)
                 contents.take(snapshot.content, shards)
+            folder.last = snapshot.manifest
         told = {name: snapshot.content[name] for name in ("epoch", "incarnation", "updates")}
         programs = [program["digest"] for program in snapshot.content["programs"]]
         taken = snapshot.content.get("time")  # earlier versions did not write it

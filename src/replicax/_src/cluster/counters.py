@@ -47,6 +47,8 @@ class Counters:
       strategy: The name of the strategy that was made last.
       survivors: A function that describes the live workers of a strategy that tolerates failures; see ``job_figures``.
         Any thread may call it. None without such a strategy.
+      groups: A function that describes groups that train alone and exchange; see ``status/group_table.py``. Any
+        thread may call it. None without groups.
       fit: The position of the running ``fit``; None outside of every ``fit``.
       passes: The position of the loop over distributed datasets that is shown; see ``begin_pass``.
       programs: The time in programs that several processes run together. It includes waits for other processes.
@@ -61,6 +63,7 @@ class Counters:
         self.known: dict[str, float | str] = {}
         self.strategy: str | None = None
         self.survivors: Callable[[], Mapping[str, Any]] | None = None
+        self.groups: Callable[[], Mapping[str, Any]] | None = None
         self.fit: LoopProgress | None = None
         self.passes: LoopProgress | None = None
         self.programs, self.agreements = Span(), Span()

@@ -66,6 +66,8 @@ def job_figures() -> dict[str, Any]:
     workers; ``adopted``, the number of the worker that computes each replica of a dead one; ``num_recoveries``;
     ``recovery_s``, the seconds that the last one took, None before the first; and ``num_replacements``, the number of
     processes that have taken the place of dead workers.
+
+    If this is a group that exchanges with others, also ``groups``: see ``_ps/local_updates/group_status.py``.
     """
     loop = counters.fit or counters.passes
     return {
@@ -73,6 +75,7 @@ def job_figures() -> dict[str, Any]:
         "progress": None if loop is None else loop.describe(),
         "metrics": logs_of(counters),
         **({} if counters.survivors is None else {"survivors": dict(counters.survivors())}),
+        **({} if counters.groups is None else {"groups": dict(counters.groups())}),
     }
 
 

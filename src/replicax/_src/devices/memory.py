@@ -37,7 +37,7 @@ def take(array: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Returns the rows with the given numbers, aligned if that is faster."""
     if not array.flags.c_contiguous:
         return array[rows]  # np.take would copy all of such an array
-    if array.itemsize * math.prod(array.shape[1:]) * len(rows) <= _SMALL:
+    if array.nbytes * len(rows) <= _SMALL * len(array):
         return array.take(rows, axis=0)
     result = empty((len(rows), *array.shape[1:]), array.dtype)
     # Other modes copy once more, and the numbers are in range.

@@ -339,12 +339,24 @@ class Dataset(metaclass=_NamesOfDataset):
         return self._with(Shuffle(buffer_size, whole_number("seed", seed, least=0), reshuffle, is_drawn))
 
 
-_yielded: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDictionary()
+_LEAST_SWEPT: Final = 1024
+_yielded: list[weakref.ref[np.ndarray]] = []
+_swept_at = _LEAST_SWEPT
 
 
 def is_of_dataset(value: Any) -> bool:
-    """Returns True if a dataset yielded this array as a part of a batch."""
-    return isinstance(value, np.ndarray) and _yielded.get(id(value)) is value
+    """Returns True if a dataset yielded this array as a part of a batch to the user's loop."""
+    return isinstance(value, np.ndarray) and any(reference() is value for reference in _yielded)
+
+
+def _note_yielded(element: Any) -> None:
+    """Notes the arrays of a batch, without keeping them. The list is swept when it has doubled."""
+    global _swept_at
+    arrays = [leaf for leaf in jax.tree_util.tree_leaves(element) if isinstance(leaf, np.ndarray)]
+    _yielded.extend(map(weakref.ref, arrays))
+    if len(_yielded) > _swept_at:
+        _yielded[:] = [reference for reference in _yielded if reference() is not None]
+        _swept_at = max(_LEAST_SWEPT, 2 * len(_yielded))
 
 
 @final
@@ -352,10 +364,14 @@ class DatasetIterator(Pass):
     """A single pass through a dataset. The pass starts when the first element or the position is requested.
 
     Its position is (pass, cursor), with the number of started passes and the seeds, so that later passes are equal too.
+
+    Args:
+      is_of_user: True if the user's loop gets the elements; False if they are distributed.
     """
 
-    def __init__(self, dataset: Dataset):
+    def __init__(self, dataset: Dataset, *, is_of_user: bool = True):
         self._dataset = dataset
+        self._is_noted = is_of_user and dataset.is_batched
         self._cursor: Cursor | None = None
         self._constant: dict[str, Any] = {}
 
@@ -364,10 +380,8 @@ class DatasetIterator(Pass):
         if not len(chunk):
             raise StopIteration
         element = elements_of(chunk)[0]
-        if self._dataset.is_batched:
-            for leaf in jax.tree_util.tree_leaves(element):
-                if isinstance(leaf, np.ndarray):
-                    _yielded[id(leaf)] = leaf
+        if self._is_noted:
+            _note_yielded(element)
         return element
 
     def get_state(self) -> dict[str, Any]:

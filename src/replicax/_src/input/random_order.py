@@ -87,8 +87,10 @@ class CipherOrder:
 
 def _mixed(numbers: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """Returns 64 bits that depend on all bits of a number and of its keys."""
-    mixed = (numbers + keys[0]) * _FIRST_FACTOR  # NumPy's arrays wrap around
+    mixed = numbers + keys[0]
+    mixed *= _FIRST_FACTOR  # NumPy's arrays wrap around
     mixed ^= mixed >> _HALF
     mixed += keys[1]
     mixed *= _SECOND_FACTOR
-    return mixed >> _THIRD
+    mixed >>= _THIRD
+    return mixed

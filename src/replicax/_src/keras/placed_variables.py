@@ -16,6 +16,7 @@ from replicax._src.jax_internals import jax_compat
 from replicax._src.keras.internals import accessor, current_scope
 from replicax._src.keras.keras_placement import placement_of
 from replicax._src.scope import context
+from replicax._src.tracing.bindings import note_unshared, own_copy
 from replicax._src.tracing.capture import current_capture
 from replicax._src.variables.placement import VariablePlacement
 
@@ -31,7 +32,16 @@ def place(variable: Any) -> None:
         return
     (value,) = accessor.get([variable])
     if isinstance(value, jax.Array) and not isinstance(value, jax_compat.Tracer):
-        accessor.set([variable], [placement.beside(value, has_components=False)])
+        accessor.set([variable], [_own(value, placement)])
+
+
+def _own(value: jax.Array, placement: VariablePlacement) -> jax.Array:
+    """Returns a first value on the devices of its variable. The first program need not copy it again."""
+    if placement.parameter_device is not None:
+        return placement.beside(value, has_components=False)
+    placed = own_copy(value, placement.topology.replicated)
+    note_unshared(placed)
+    return placed
 
 
 def beside(variable: Any, value: Any) -> Any:

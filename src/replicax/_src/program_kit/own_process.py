@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from replicax._src.cluster.counters import Span
+from replicax._src.cluster.counters import Span, counters
 from replicax._src.cluster.figures import vitals
 from replicax._src.cluster.progress import compiling
 from replicax._src.devices.task_process import prepare_own_process
@@ -13,6 +13,7 @@ __all__ = [
     "Device",
     "Span",
     "compiling",
+    "counters",
     "end_beside_programs",
     "export_platform",
     "join_before_saves",

@@ -86,6 +86,24 @@ _SURVIVORS: Final = {
     ),
     "replicax_members_epoch": ("epoch", "The number of the agreement on which workers are live."),
 }
+# The name of each metric, with its field of ``status["groups"]`` and its help text.
+_GROUPS: Final = {
+    "replicax_groups_quorum": ("quorum", "Groups that a round waits for."),
+    "replicax_groups_version": ("versions", "Rounds of the fragment with the fewest that have closed."),
+    "replicax_group_rows_total": ("rows", "Rows that this group has trained on and handed over."),
+    "replicax_group_pushes_total": ("pushes", "Contributions of this group."),
+    "replicax_group_adoptions_total": ("adoptions", "How often this group has adopted outer parameters."),
+    "replicax_group_lost_pushes_total": (
+        "lost_pushes",
+        "Contributions of this group that are in no outer parameters.",
+    ),
+    "replicax_group_silent_servers_total": (
+        "silent_servers",
+        "How often a server did not answer this group.",
+    ),
+    "replicax_group_sent_bytes_total": ("sent_bytes", "Bytes sent to the servers of the groups."),
+    "replicax_group_received_bytes_total": ("received_bytes", "Bytes received from them."),
+}
 _DOWN: Final = ("awaited", "ended", "lost", "given up", "silent")
 _STALENESS: Final = "replicax_ps_staleness_updates"
 # The upper ends of the buckets 0, 1, 2 to 3, 4 to 7, ...; Prometheus expects them never to change.
@@ -95,7 +113,7 @@ _HIGHEST: Final = tuple((1 << bits) - 1 for bits in range(11))
 def metrics_of(status: Mapping[str, Any]) -> str:
     """Returns all metrics of a status, with or without rates. Counters of a task start at 0 with its process."""
     closures = _of_closures(status) if "closures" in status else ()
-    of_job = (_of_progress(status), _of_fit(status), _of_survivors(status))
+    of_job = (_of_progress(status), _of_fit(status), _of_survivors(status), _of_groups(status))
     parts = (closures, _of_tasks(status), *of_job, _of_staleness(status))
     return "".join(f"{line}\n" for part in parts for line in part)
 
@@ -142,6 +160,22 @@ def _of_survivors(status: Mapping[str, Any]) -> Iterator[str]:
         if value is not None:
             yield from _head(name, text)
             yield f"{name} {len(value) if isinstance(value, (list, dict)) else value}"
+
+
+def _of_groups(status: Mapping[str, Any]) -> Iterator[str]:
+    groups = status.get("groups") or {}
+    for name, (field, text) in _GROUPS.items():
+        value = groups.get(field)
+        value = min(value, default=None) if isinstance(value, list) else value
+        if value is not None:
+            yield from _head(name, text)
+            yield f"{name} {value}"
+    lags = [(str(index), each["lag"]) for index, each in enumerate(groups.get("members", ()))]
+    if lags:
+        yield from _head("replicax_group_lag", "Rounds since the last contribution of a group arrived.")
+    for index, lag in lags:
+        if lag is not None:
+            yield f"replicax_group_lag{_labels(group=index)} {lag}"
 
 
 def _of_staleness(status: Mapping[str, Any]) -> Iterator[str]:

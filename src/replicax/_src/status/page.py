@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from replicax._src.packaging import home
 from replicax._src.status.figure_texts import duration_text
+from replicax._src.status.group_table import GROUP_COLUMNS, group_rows_of, groups_of
 from replicax._src.status.status import (
     BAD_STATES,
     DONE,
@@ -42,12 +43,12 @@ h1, #metrics dt { overflow-wrap: anywhere; }
 p, small { color: var(--dim); margin: 0; }
 p b { color: CanvasText; font-weight: 600; }
 #progress { align-items: center; display: flex; flex-wrap: wrap; gap: .25rem .9rem; margin-top: .9rem; }
-#summary, #metrics, #survivors { display: grid; gap: .5rem; grid-template-columns: repeat(auto-fill, minmax(8.5rem, 1fr)); }
+#summary, #metrics, #survivors, #groups { display: grid; gap: .5rem; grid-template-columns: repeat(auto-fill, minmax(8.5rem, 1fr)); }
 #summary { margin: 1rem 0 0; }
-#metrics, #survivors { margin: 0; }
-:is(#summary, #metrics, #survivors) div { border: 1px solid var(--line); border-radius: .4rem; padding: .4rem .6rem; }
+#metrics, #survivors, #groups { margin: 0; }
+:is(#summary, #metrics, #survivors, #groups) div { border: 1px solid var(--line); border-radius: .4rem; padding: .4rem .6rem; }
 dt { color: var(--dim); font-size: .82rem; }
-:is(#summary, #metrics, #survivors) dd { font-size: 1.15rem; font-variant-numeric: tabular-nums; margin: 0; }
+:is(#summary, #metrics, #survivors, #groups) dd { font-size: 1.15rem; font-variant-numeric: tabular-nums; margin: 0; }
 dt a, th a { text-decoration: underline dotted; text-underline-offset: .2em; }
 #curves { display: grid; gap: .5rem 1.5rem; grid-template-columns: repeat(auto-fit, minmax(min(21rem, 100%), 1fr)); }
 #curves:not(:empty) { margin-top: 1.25rem; }
@@ -140,6 +141,7 @@ def page_of(status: Mapping[str, Any], query: str = "", curves: Sequence[str] = 
 {_progress(status)}
 <dl id="summary">{_tiles(summary_of(status), meanings)}</dl>
 {f'<h2>Fault tolerance</h2><dl id="survivors">{_tiles(survivors, meanings)}</dl>' if survivors else ""}
+{_groups(status, meanings)}
 {f'<h2>Metrics of fit</h2><dl id="metrics">{_tiles(metrics, {})}</dl>' if metrics else ""}
 <div id="curves">{"".join(f'<div class="wide">{each}</div>' for each in curves)}</div>
 <h2>Tasks</h2>
@@ -211,6 +213,26 @@ def _class(column: Column, text: str = "") -> str:
     if column.name == "state":
         name = _STATES.get(text, "")
     return f" class={name}" if name else ""
+
+
+def _groups(status: Mapping[str, Any], meanings: Mapping[str, str]) -> str:
+    """Returns the exchange of this group, and a row for each group; nothing without groups."""
+    pairs = groups_of(status)
+    if not pairs:
+        return ""
+    classes = ("", "", " class=number", " class=number")
+    head = "".join(
+        f"<th{each}>{_explained(name, meanings)}</th>"
+        for name, each in zip(GROUP_COLUMNS, classes, strict=True)
+    )
+    rows = "".join(
+        "<tr>"
+        + "".join(f"<td{each}>{escape(text)}</td>" for text, each in zip(row, classes, strict=True))
+        + "</tr>"
+        for row in group_rows_of(status)
+    )
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    return f'<h2>Groups</h2><dl id="groups">{_tiles(pairs, meanings)}</dl><div class="wide">{table}</div>'
 
 
 def _staleness(status: Mapping[str, Any]) -> str:

@@ -15,6 +15,7 @@ from typing import Any, Final, final
 
 from replicax._src.drawing.text import printable
 from replicax._src.status.figure_texts import bytes_text, duration_text, loss_text, number_text, share_text
+from replicax._src.status.group_table import GROUP_MEANINGS, groups_of
 
 GOOD_STATES: Final = ("busy", "serving", "running", "backup")
 DOUBTFUL_STATES: Final = ("alone", "slow", "stalled", "entering")
@@ -225,7 +226,8 @@ def meanings_of(status: Mapping[str, Any]) -> dict[str, str]:
     """Returns the meanings of columns and of parts of the summary, by name, from a status with rates."""
     columns = {column.name: column.meaning for column in columns_of(status) if column.meaning}
     slow = {"slow": _SLOW} if "own" in columns else {}
-    return {**columns, **slow, **(_SURVIVORS if survivors_of(status) else {})}
+    groups = GROUP_MEANINGS if groups_of(status) else {}
+    return {**columns, **slow, **(_SURVIVORS if survivors_of(status) else {}), **groups}
 
 
 def title_of(status: Mapping[str, Any]) -> tuple[str, str]:

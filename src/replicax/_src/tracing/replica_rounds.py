@@ -50,17 +50,18 @@ def cut_at_sums(jaxpr: Any, replica: Number, num_replicas: int, *, takes_first: 
     """Returns the rounds of a program.
 
     Args:
-      jaxpr: The program, without constvars. Replicas differ only in their number on the axis, in ``replicas_p``.
+      jaxpr: The program, without constvars. With ``takes_first``, replicas differ only in their number on the axis, in
+        ``replicas_p``; otherwise in their operands too.
       replica: Returns the number of the replica.
       num_replicas: R.
-      takes_first: True to make all results equal in all processes: if replicas compute different values for one, the
-        first one's is taken.
+      takes_first: True to make all results equal in all processes, given equal operands: if replicas compute different
+        values for one, the first one's is taken.
 
     Raises:
       UncutError: It has a collective of another kind, or in a loop, or a callback with effects.
     """
     program = FlatProgram(jaxpr, (), _is_opened)
-    cut = _Cut(program, replica, num_replicas)
+    cut = _Cut(program, replica, num_replicas, is_equal=takes_first)
     for operation in program.operations:
         cut.add(operation)
     outputs = list(map(cut.first, program.outputs)) if takes_first else list(program.outputs)
@@ -75,8 +76,8 @@ def _is_opened(eqn: Any) -> bool:
 
 @final
 class _Cut:
-    def __init__(self, program: FlatProgram, replica: Number, num_replicas: int):
-        self._replica, self._num_replicas = replica, num_replicas
+    def __init__(self, program: FlatProgram, replica: Number, num_replicas: int, *, is_equal: bool):
+        self._replica, self._num_replicas, self._is_equal = replica, num_replicas, is_equal
         self._new_numbers = itertools.count(-1, -1)
         self._ready = dict.fromkeys(
             [*program.inputs, *program.consts], 0
@@ -191,10 +192,10 @@ class _Cut:
         varies = varies or any(map(self._varies, operands))
         if varies:
             self._varying.update(results)
-        computation = Computation(operands, results, evaluate)
-        self.computations.append(
-            computation if varies else Computation(operands, results, evaluate, invariant=computation)
-        )
+        # If the operands of replicas differ, so do all results.
+        is_invariant = self._is_equal and not varies
+        invariant = Computation(operands, results, evaluate) if is_invariant else None
+        self.computations.append(Computation(operands, results, evaluate, invariant))
         self._ready.update(dict.fromkeys(results, self._round_of(operands)))
 
     def _combine(self, part: int, result: int, reduction: Reduction) -> None:

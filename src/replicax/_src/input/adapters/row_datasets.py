@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from replicax._src.devices.autoshard import AutoShardPolicy
@@ -10,7 +11,7 @@ from replicax._src.input.description import DatasetPart, Description
 from replicax._src.input.elements import Elements
 from replicax._src.input.files.file_dataset import FileDataset
 from replicax._src.input.files.share import merged
-from replicax._src.input.pipeline import Dataset
+from replicax._src.input.pipeline import Dataset, DatasetIterator
 from replicax._src.input.stream_operations import Filter, Map
 
 
@@ -49,7 +50,7 @@ def _elements(dataset: Dataset) -> Elements:
     is_mapped, source = dataset.has(Map), dataset.source
     return Elements(
         source.description,
-        dataset.__iter__,
+        functools.partial(DatasetIterator, dataset, is_of_user=False),
         count=lambda: dataset.cardinality,
         declared_spec=lambda: dataset.element_spec,
         peek=dataset.first,
