@@ -30,8 +30,8 @@ class LocalUpdatesCallback(SurroundingCallback):
     ``finish`` for the others: a callback that calls ``groups.stop()`` stops all.
 
     A learning rate schedule follows the job: if the rounds that the group has adopted are ahead of its own steps, as in
-    a slow group and in one that joins late, ``optimizer.iterations`` rises to ``groups.version * groups.every``. It does
-    not if the learning rate is a number, nor with ``gradient_accumulation_steps``.
+    a slow group and in one that joins late, ``optimizer.iterations`` rises to ``groups.version * groups.every``. It
+    stays as it is if the learning rate is a number, and with ``gradient_accumulation_steps``.
 
     Without ``REPLICAX_GROUP`` the training is bit-identical to one without this callback.
 
