@@ -15,13 +15,13 @@ pytestmark = pytest.mark.rest
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def launched(example, *options):
+def launched(example, *options, tasks=("--workers", "2", "--ps", "2"), prefix="chief 0"):
     """The lines that the chief of a cluster of two workers and two parameter servers prints."""
     left_out = ("KERAS_BACKEND", "TF_CONFIG", "PJRT_NPROC", "XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
     environment |= {"PYTHONPATH": path_of_programs(ROOT / "src"), "JAX_PLATFORMS": "cpu"}
     environment |= {"XLA_FLAGS": xla_flags(optimization_level=1)}
-    command = [sys.executable, "-m", "replicax", "launch", "--workers", "2", "--ps", "2"]
+    command = [sys.executable, "-m", "replicax", "launch", *tasks]
     done = subprocess.run(
         [*command, str(ROOT / "examples" / example), *options],
         env=environment,
@@ -31,7 +31,7 @@ def launched(example, *options):
         timeout=240,
     )
     assert done.returncode == 0, done.stdout
-    return [line.split("| ", 1)[1] for line in done.stdout.splitlines() if line.startswith("chief 0")]
+    return [line.split("| ", 1)[1] for line in done.stdout.splitlines() if line.startswith(prefix)]
 
 
 @pytest.mark.timeout(300)
@@ -63,3 +63,13 @@ def test_click_through_rates_are_learned_and_few_rows_travel(options, least, row
     assert losses[-1] < losses[0]
     travelled = int(re.fullmatch(r"([\d,]+) rows of [\d,]+ travelled in a step", last)[1].replace(",", ""))
     assert 100 < travelled < 1024
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_groups_end_with_the_same_parameters():
+    lines = launched("local_updates.py", tasks=("--groups", "3", "--syncers", "1"), prefix="group ")
+    ends = {re.match(r"test loss (\S+) accuracy (\S+)", line) for line in lines} - {None}
+    assert len(ends) == 3
+    assert len({match[0] for match in ends}) == 1
+    assert float(ends.pop()[2]) > 0.85
