@@ -24,7 +24,6 @@ from replicax._src.tracing import key
 log = logging.getLogger("replicax")
 _TRACES_BEFORE_WARNING = 5
 _MAX_VERSIONS = 16  # versions of one function that differ in closures or globals
-_MAX_DELETED = 64  # versions of deleted functions, such as those of a notebook's cell that was edited since
 T = TypeVar("T")
 
 
@@ -187,6 +186,10 @@ class FunctionPrograms(Generic[T]):
 class ProgramCache(Generic[T]):
     """Caches the programs of all functions that one owner runs."""
 
+    # Versions of deleted functions, such as those of a notebook's cell that was edited since. An attribute: functions are
+    # deleted at the end of the interpreter too, when the names of this module are None.
+    _max_deleted = 64
+
     def __init__(self) -> None:
         self._functions: dict[Any, FunctionPrograms[T]] = {}
         self._versions: dict[Any, collections.deque[Any]] = {}
@@ -218,7 +221,7 @@ class ProgramCache(Generic[T]):
         # Functions that are made for each call, and are equal, share programs. So these outlive their function.
         self._deleted.pop(fn_key, None)
         self._deleted[fn_key] = family
-        if len(self._deleted) > _MAX_DELETED:
+        if len(self._deleted) > self._max_deleted:
             oldest = next(iter(self._deleted))
             family = self._deleted.pop(oldest)
             self._functions.pop(oldest, None)
