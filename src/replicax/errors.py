@@ -79,6 +79,7 @@ from replicax._src.vocabulary.errors import (
     ReducedLossError,
     ReductionError,
     RemoteError,
+    ReplayDifferenceError,
     ReplicaContextError,
     ReplicaxError,
     ScopeNestingError,
