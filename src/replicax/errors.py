@@ -162,6 +162,7 @@ __all__ = [
     "ReductionError",
     "RemoteError",
     "RepeatedTaskError",
+    "ReplayDifferenceError",
     "ReplicaContextError",
     "ReplicaxError",
     "ScopeNestingError",

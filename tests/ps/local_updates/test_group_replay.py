@@ -103,7 +103,9 @@ def test_checksum_that_differs_is_named(folder, tmp_path):
 
 
 def test_other_data_and_other_loops_are_named_with_the_first_round_that_differs(folder):
-    with pytest.raises(ReplayDifferenceError, match=r"round 1 of fragment 0: push 1 of group \d has the checksum"):
+    with pytest.raises(
+        ReplayDifferenceError, match=r"round 1 of fragment 0: push 1 of group \d has the checksum"
+    ):
         rx.testing.replay_groups(folder, functools.partial(train, seed=1))
     with pytest.raises(ReplayDifferenceError, match=r"group 0 calls groups.finish after step \d+, unlike"):
         rx.testing.replay_groups(folder, functools.partial(train, last=2))

@@ -96,7 +96,9 @@ class BackgroundExchange:
         self._instances: dict[int, str] = {}  # that answered last
         self._checksums: dict[int, int] = {}  # of the outer parameters
         self._sent: dict[int, tuple[int, int]] = {}  # the push that was sent last, and its checksum
-        self._created: dict[int, tuple[int, int]] = {}  # the birth and the checksum of what this process creates
+        self._created: dict[
+            int, tuple[int, int]
+        ] = {}  # the birth and the checksum of what this process creates
         self._closed_before: dict[tuple[int, str], int] = {}  # the last version that was noted
         self._rules = MemberRules(member, num_members, len(fragments), self._owner, options, time.monotonic())
         self._changed = threading.Condition()

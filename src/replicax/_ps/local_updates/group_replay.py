@@ -245,7 +245,9 @@ def _set_random(states: tuple[Any, Any]) -> None:
     np.random.set_state(states[1])
 
 
-def _files(logs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> Sequence[str | os.PathLike[str]]:
+def _files(
+    logs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+) -> Sequence[str | os.PathLike[str]]:
     if not isinstance(logs, (str, os.PathLike)):
         return logs
     files = sorted(Path(logs).glob("group-*/replay.log"))

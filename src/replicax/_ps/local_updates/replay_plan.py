@@ -188,9 +188,7 @@ class ReplayPlan:
                 case ReplayKind.GIVEN:
                     raise UnsupportedError(_RESTARTED.format(_NAME, fragment))
                 case ReplayKind.ADOPTED:
-                    event = LoggedAdoption(
-                        fragment, record.version, tuple(keeps), bool(record.is_special)
-                    )
+                    event = LoggedAdoption(fragment, record.version, tuple(keeps), bool(record.is_special))
                     keeps = []
                     _call_at(calls, record.step).events.append(event)
                     self.num_adoptions[fragment, record.version] += 1

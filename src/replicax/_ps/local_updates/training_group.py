@@ -148,9 +148,7 @@ class LocalUpdates:
         """Makes a group of a replay, whose exchange ``join`` makes. Private."""
         use_imported()
         groups = cls.__new__(cls)
-        settings = ServerSettings(
-            {"REPLICAX_GROUP": f"{index}/{num_groups}", "REPLICAX_SYNCERS": "replay:1"}
-        )
+        settings = ServerSettings({"REPLICAX_GROUP": f"{index}/{num_groups}", "REPLICAX_SYNCERS": "replay:1"})
         groups._set_up(
             settings, join, every, outer_optimizer, fragments=fragments, quorum=None,
             compression=compression, grace_s=None, patience_s=0.0, log=None,
@@ -452,7 +450,9 @@ class LocalUpdates:
         exchange = self._exchange = BackgroundExchange(
             self.index,
             self.num_groups,
-            self._exchanged([syncers.asking(number % len(syncers)) for number in range(len(self._fragments))]),
+            self._exchanged(
+                [syncers.asking(number % len(syncers)) for number in range(len(self._fragments))]
+            ),
             self._options,
             place=place,
             log_of=None if self._log_path is None else self._replay_log,
