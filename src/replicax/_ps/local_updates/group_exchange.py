@@ -49,6 +49,6 @@ PlaceOuter = Callable[[int, np.ndarray], Any]
 JoinReplay = Callable[
     [Callable[[], int], Callable[[Sequence[AskServer]], list[ExchangedFragment]], PlaceOuter], GroupExchange
 ]
-"""Makes the exchange of a process in a replay. It gets what returns the steps that the process has counted, what returns
-the fragments, given what asks the server of each, and a ``PlaceOuter``.
+"""Makes the exchange of a process in a replay. It gets what returns the steps that the process has counted, what
+returns the fragments, given what asks the server of each, and a ``PlaceOuter``.
 """

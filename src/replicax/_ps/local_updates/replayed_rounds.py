@@ -24,6 +24,11 @@ from replicax._ps.transport.messages import Message
 from replicax._src.program_kit.errors import ReplayDifferenceError
 
 _SESSION: Final = "replay"
+_OF_FIRST: Final = "They are what the first group began with: make its model from groups.index alone, as in the run, with the same seeds."
+_OF_ROUND: Final = (
+    "All pushes in it are equal, so the log is damaged, the outer optimizer differs, or the servers of the run computed other "
+    "bits than this machine."
+)
 
 
 @final
@@ -157,9 +162,8 @@ class ReplayedRounds:
             if other != checksum:
                 raise ReplayDifferenceError(
                     f"The replay differs from the run in the outer parameters of version {version} of fragment {fragment}: "
-                    f"their checksum is {checksum:08x}, and the log of {process.name} has {other:08x}. All pushes of earlier "
-                    "rounds are equal, so the log is damaged, the outer optimizer differs, or the servers of the run compute "
-                    "other bits than this machine."
+                    f"their checksum is {checksum:08x}, and the log of {process.name} has {other:08x}. "
+                    + (_OF_ROUND if version else _OF_FIRST)
                 )
         self.num_compared += 1
 
