@@ -1,5 +1,7 @@
 # Written by tools/public_stubs.py from the module and src/replicax/_src/parts.py. Do not edit.
 
+from replicax._ps.local_updates.group_replay import ReplayReport as ReplayReport
+from replicax._ps.local_updates.group_replay import replay_groups as replay_groups
 from replicax._testing.check import check_against_one_device as check_against_one_device
 from replicax._testing.cluster import LocalCluster as LocalCluster
 from replicax._testing.cluster import server_cluster as server_cluster
@@ -16,8 +18,10 @@ __all__ = [
     'LocalCluster',
     'LocalTask',
     'OneDeviceReport',
+    'ReplayReport',
     'TaskResult',
     'check_against_one_device',
+    'replay_groups',
     'report',
     'server_cluster',
 ]

@@ -45,5 +45,6 @@ PUBLIC: Final = (
     ("replicax._testing.cluster", "replicax.testing", "LocalCluster server_cluster"),
     ("replicax._testing.comparison_report", "replicax.testing", "Difference OneDeviceReport"),
     ("replicax._testing.task_reports", "replicax.testing", "report"),
+    ("replicax._ps.local_updates.group_replay", "replicax.testing", "ReplayReport replay_groups"),
     ("replicax._testing.local_tasks", "replicax.testing", "ClusterResults LocalTask TaskResult"),
 )  # fmt: skip

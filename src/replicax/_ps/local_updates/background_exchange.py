@@ -22,7 +22,7 @@ from replicax._ps.local_updates.fragment_rules import ExchangeOptions
 from replicax._ps.local_updates.group_status import group_status
 from replicax._ps.local_updates.int8_blocks import encoded
 from replicax._ps.local_updates.member_rules import MemberRules
-from replicax._ps.local_updates.replay_file import ReplayWriter, checksum_of
+from replicax._ps.local_updates.replay_file import GroupCall, ReplayWriter, checksum_of
 from replicax._ps.local_updates.state_values import StateValues
 from replicax._ps.local_updates.unmerged_progress import UnmergedProgress
 from replicax._ps.programs.programs import UpdateProgram
@@ -95,6 +95,10 @@ class BackgroundExchange:
         self._log = None if log_of is None else log_of(self._owner)
         self._instances: dict[int, str] = {}  # that answered last
         self._checksums: dict[int, int] = {}  # of the outer parameters
+        self._sent: dict[int, tuple[int, int]] = {}  # the push that was sent last, and its checksum
+        self._created: dict[
+            int, tuple[int, int]
+        ] = {}  # the birth and the checksum of what this process creates
         self._closed_before: dict[tuple[int, str], int] = {}  # the last version that was noted
         self._rules = MemberRules(member, num_members, len(fragments), self._owner, options, time.monotonic())
         self._changed = threading.Condition()
@@ -130,6 +134,11 @@ class BackgroundExchange:
                     "or correct their addresses."
                 )
             return list(self._values)
+
+    def note_call(self, steps: int, call: GroupCall) -> None:
+        """Notes for a replay that the group exchanges now, after so many steps."""
+        if self._log is not None:
+            self._log.called(steps, call)
 
     def boundary(self, fragment: int, values: Any, tokens: int) -> Any:
         """Exchanges a fragment after the steps between two boundaries. Returns its values to go on with; never waits.
@@ -290,7 +299,8 @@ class BackgroundExchange:
                     self._is_done = True
                 case actions.NoteLanding(fragment, number, version):
                     if self._log is not None:
-                        self._log.landed(fragment, number, version, self._instances[fragment])
+                        checksum = self._sent[fragment][1]
+                        self._log.landed(fragment, number, version, self._instances[fragment], checksum)
                 case _ if not self._is_closed:
                     self._submit(action)
         self.fetched = self._rules.fetched
@@ -356,6 +366,8 @@ class BackgroundExchange:
                 self._outer[fragment], self._checksums[fragment] = outer, checksum
                 self._note_closed(fragment, instance, answer.arrays[2:])
             state = state_of(np.asarray(answer.arrays[0]))
+            if self._log is not None and self._created.get(fragment, (None,))[0] == state.birth:
+                self._log.created(fragment, instance, self._created.pop(fragment)[1])
             self._do(self._rules.answered(fragment, instance, state, time.monotonic()))
 
     def _note_closed(self, fragment: int, instance: str, fetched: Sequence[Any]) -> None:
@@ -371,13 +383,15 @@ class BackgroundExchange:
     def _answer(self, action: actions.Action, payload: Any) -> Message:
         match action:
             case actions.ClaimSlot(fragment, expected):
-                self._create(self._fragments[fragment], payload)
+                self._create(fragment, payload)
                 programs = self._fragments[fragment].programs
                 operands = programs.claim_operands(self._member, expected, self._owner)
                 return self._step(fragment, programs.claim, operands)
             case actions.SendPush(fragment, number, after, tokens, is_last, stops):
                 programs = self._fragments[fragment].programs
                 values = np.asarray(payload, np.float32)
+                if self._log is not None:
+                    self._sent[fragment] = number, checksum_of(values)
                 operands = programs.push_operands(
                     self._member, self._owner, number, after, tokens,
                     encoded(values) if programs.is_compressed else [values],
@@ -413,11 +427,12 @@ class BackgroundExchange:
             return each.ask(Message(header, list(operands)))
         except UnknownProgramError:
             assert program is not None
-            _send_program(each.ask, program)
+            send_program(each.ask, program)
             return each.ask(Message(header, list(operands)))
 
-    def _create(self, each: ExchangedFragment, theta: Any) -> None:
+    def _create(self, fragment: int, payload: Any) -> None:
         """Creates the fragment if it is absent."""
+        each = self._fragments[fragment]
         wanted = [[key, list(shape), dtype.name] for key, shape, dtype in each.programs.shards.values()]
         found = each.ask(Message({"op": "find", "keys": [key for key, _, _ in wanted]})).header["found"]
         if found:
@@ -428,23 +443,35 @@ class BackgroundExchange:
                 f"Group {self._member} has the shard {differing[1]}, and another group has created it as {differing[0]}. "
                 "Give all groups the same parameters, number of groups and number of fragments."
             )
-        values = {
-            "theta": np.asarray(theta, np.float32),
-            "rounds": each.programs.first_rounds(1 + secrets.randbelow(_MAX_NUMBER)),
-        }
-        described: list[dict[str, Any]] = []
-        for name, (key, shape, dtype) in each.programs.shards.items():
-            initial = "array"
-            if name not in values:
-                zeros = each.programs.initial(name)
-                _send_program(each.ask, zeros)
-                initial = zeros.digest
-            described.append({"key": key, "shape": list(shape), "dtype": dtype.name, "initial": initial})
-        arrays = [values[name] for name in each.programs.shards if name in values]
-        each.ask(Message({"op": "create", "shards": described, "if_absent": True}, arrays))
+        theta, birth = np.asarray(payload, np.float32), 1 + secrets.randbelow(_MAX_NUMBER)
+        if self._log is not None:
+            self._created[fragment] = birth, checksum_of(theta)
+        create_fragment(each, theta, birth)
 
 
-def _send_program(ask: AskServer, program: UpdateProgram) -> None:
+def create_fragment(each: ExchangedFragment, theta: np.ndarray, birth: int) -> None:
+    """Creates the shards of a fragment on its server, unless they are there.
+
+    Args:
+      each: The fragment.
+      theta: The outer parameters, float32 [n].
+      birth: A number that was not used before.
+    """
+    values = {"theta": theta, "rounds": each.programs.first_rounds(birth)}
+    described: list[dict[str, Any]] = []
+    for name, (key, shape, dtype) in each.programs.shards.items():
+        initial = "array"
+        if name not in values:
+            zeros = each.programs.initial(name)
+            send_program(each.ask, zeros)
+            initial = zeros.digest
+        described.append({"key": key, "shape": list(shape), "dtype": dtype.name, "initial": initial})
+    arrays = [values[name] for name in each.programs.shards if name in values]
+    each.ask(Message({"op": "create", "shards": described, "if_absent": True}, arrays))
+
+
+def send_program(ask: AskServer, program: UpdateProgram) -> None:
+    """Sends a program to a server."""
     blob = np.frombuffer(program.blob, np.uint8)
     ask(Message({"op": "program", "digest": program.digest, "described": program.described()}, [blob]))
 

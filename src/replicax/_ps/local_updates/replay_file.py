@@ -1,6 +1,6 @@
 """The replay log of a group: what a run of groups needs to be repeated bit for bit. Pure, except for the file.
 
-A group appends to one file. Each process of it begins with a *header*: the line ``RXLU replay 1``, the length of a JSON
+A group appends to one file. Each process of it begins with a *header*: the line ``RXLU replay 2``, the length of a JSON
 text in 4 bytes, and the text. Then come records in the order of their events; the first byte says the kind, and all
 numbers are little-endian. A killed process may leave a part of a record, which ends its part of the file.
 
@@ -8,11 +8,13 @@ numbers are little-endian. A killed process may leave a part of a record, which 
 kind        fields
 ==========  ======================================================================================================
 ``TAKEN``   fragment, step, number of the push, its tokens: ``base - w`` became a push, and base is w
-``LANDED``  fragment, number of the push, version that has it, instance of the server's store
+``LANDED``  fragment, number of the push, version that has it, instance of the server's store, CRC-32 of the push
 ``KEPT``    fragment, number: the next adoption keeps this push, which a later version has
 ``GIVEN``   fragment, number: the next adoption counts this push as not pushed, because the server lost it
 ``ADOPTED`` fragment, step, version, instance, 1 if unpushed work was dropped, CRC-32 of the outer parameters
 ``CLOSED``  fragment, version, instance, 1 if the round was a flush, members with rows as bits, rows of all members
+``CALLED``  step, 1 for ``wait`` and 2 for ``finish``: the next records are those of this call
+``CREATED`` fragment, instance, CRC-32: the process has created the outer parameters from its own
 ==========  ======================================================================================================
 
 ``step`` is the number of steps that the process had counted. ``CLOSED`` of each round is in the log of every group that
@@ -35,7 +37,7 @@ import numpy as np
 
 from replicax._src.program_kit.errors import MessageError
 
-_MAGIC: Final = b"RXLU replay 1\n"
+_MAGIC: Final = b"RXLU replay 2\n"
 _LENGTH: Final = struct.Struct("<I")
 MOST_MEMBERS: Final = 64
 """``CLOSED`` has a bit for each member up to here."""
@@ -50,6 +52,16 @@ class ReplayKind(IntEnum):
     GIVEN = 4
     ADOPTED = 5
     CLOSED = 6
+    CALLED = 7
+    CREATED = 8
+
+
+class GroupCall(IntEnum):
+    """The method of ``LocalUpdates`` in which a group exchanges."""
+
+    STEP = 0
+    WAIT = 1
+    FINISH = 2
 
 
 class ReplayRecord(NamedTuple):
@@ -62,13 +74,13 @@ class ReplayRecord(NamedTuple):
       version: The version of the outer parameters.
       instance: A number for the instance of the server's store.
       tokens: The rows of a push, or of a round.
-      is_special: True for an adoption that dropped work, and for a round that was a flush.
+      is_special: True for an adoption that dropped work, and for a round that was a flush. In ``CALLED`` the method.
       members: The members with rows in a round, as bits.
-      checksum: The CRC-32 of outer parameters.
+      checksum: The CRC-32 of outer parameters, or of a push.
     """
 
     kind: ReplayKind
-    fragment: int
+    fragment: int = 0
     step: int = 0
     number: int = 0
     version: int = 0
@@ -81,7 +93,10 @@ class ReplayRecord(NamedTuple):
 
 _FIELDS: Final[Mapping[ReplayKind, tuple[struct.Struct, tuple[str, ...]]]] = {
     ReplayKind.TAKEN: (struct.Struct("<HIII"), ("fragment", "step", "number", "tokens")),
-    ReplayKind.LANDED: (struct.Struct("<HIII"), ("fragment", "number", "version", "instance")),
+    ReplayKind.LANDED: (
+        struct.Struct("<HIIII"),
+        ("fragment", "number", "version", "instance", "checksum"),
+    ),
     ReplayKind.KEPT: (struct.Struct("<HI"), ("fragment", "number")),
     ReplayKind.GIVEN: (struct.Struct("<HI"), ("fragment", "number")),
     ReplayKind.ADOPTED: (
@@ -92,6 +107,8 @@ _FIELDS: Final[Mapping[ReplayKind, tuple[struct.Struct, tuple[str, ...]]]] = {
         struct.Struct("<HIIBQQ"),
         ("fragment", "version", "instance", "is_special", "members", "tokens"),
     ),
+    ReplayKind.CALLED: (struct.Struct("<IB"), ("step", "is_special")),
+    ReplayKind.CREATED: (struct.Struct("<HII"), ("fragment", "instance", "checksum")),
 }
 
 
@@ -128,11 +145,20 @@ class ReplayWriter:
         text = json.dumps(header).encode()
         self._file.write(_MAGIC + _LENGTH.pack(len(text)) + text)
 
+    def called(self, step: int, call: GroupCall) -> None:
+        """Notes that the group exchanges now, after so many steps."""
+        self.step = step
+        if call is not GroupCall.STEP:
+            self._write(ReplayKind.CALLED, step, call)
+
+    def created(self, fragment: int, instance: str, checksum: int) -> None:
+        self._write(ReplayKind.CREATED, fragment, instance_number(instance), checksum)
+
     def taken(self, fragment: int, number: int, tokens: int) -> None:
         self._write(ReplayKind.TAKEN, fragment, self.step, number, min(tokens, 2**32 - 1))
 
-    def landed(self, fragment: int, number: int, version: int, instance: str) -> None:
-        self._write(ReplayKind.LANDED, fragment, number, version, instance_number(instance))
+    def landed(self, fragment: int, number: int, version: int, instance: str, checksum: int) -> None:
+        self._write(ReplayKind.LANDED, fragment, number, version, instance_number(instance), checksum)
 
     def adopted(
         self,
@@ -173,9 +199,9 @@ def instance_number(instance: str) -> int:
     return zlib.crc32(instance.encode())
 
 
-def checksum_of(outer: np.ndarray) -> int:
-    """Returns the CRC-32 of outer parameters, float32 [n]."""
-    return zlib.crc32(np.ascontiguousarray(outer, np.float32).view(np.uint8).data)
+def checksum_of(values: np.ndarray) -> int:
+    """Returns the CRC-32 of outer parameters or of a push, float32 [n]."""
+    return zlib.crc32(np.ascontiguousarray(values, np.float32).view(np.uint8).data)
 
 
 def read_replay_file(path: str | os.PathLike[str]) -> list[ReplayOfProcess]:

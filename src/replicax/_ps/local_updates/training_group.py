@@ -8,18 +8,19 @@ import math
 import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any, Final, Self, final
 
 import jax
 import jax.numpy as jnp
 
 from replicax._ps.local_updates.attached_arrays import AttachedArrays, TravellingArray
-from replicax._ps.local_updates.background_exchange import BackgroundExchange, ExchangedFragment
+from replicax._ps.local_updates.background_exchange import AskServer, BackgroundExchange, ExchangedFragment
 from replicax._ps.local_updates.fragment_programs import FragmentPrograms
 from replicax._ps.local_updates.fragment_rules import ExchangeOptions
 from replicax._ps.local_updates.fragment_split import allowed_steps, offsets_of, split_evenly
 from replicax._ps.local_updates.fragment_values import FragmentValues
+from replicax._ps.local_updates.group_exchange import GroupExchange, JoinReplay
 from replicax._ps.local_updates.group_processes import GroupProcesses
 from replicax._ps.local_updates.group_settings import GroupSettings
 from replicax._ps.local_updates.group_status import show_groups
@@ -29,7 +30,7 @@ from replicax._ps.local_updates.outer_optimizer import (
     OuterTransformation,
     outer_optimizer_of,
 )
-from replicax._ps.local_updates.replay_file import ReplayWriter
+from replicax._ps.local_updates.replay_file import GroupCall, ReplayWriter
 from replicax._ps.local_updates.syncers import Syncers
 from replicax._src.program_kit.cluster_tasks import ServerSettings
 from replicax._src.program_kit.errors import ContextError, InvalidArgumentError
@@ -123,7 +124,52 @@ class LocalUpdates:
         log: str | os.PathLike[str] | None = None,
     ):
         use_imported()  # `model.fit` is looked up before a callback is made in its call
-        settings = ServerSettings()
+        self._set_up(
+            ServerSettings(), None, every, outer_optimizer, fragments=fragments, quorum=quorum,
+            compression=compression, grace_s=grace_s, patience_s=patience_s, log=log,
+        )  # fmt: skip
+        if self._place is None:
+            _logger.info(
+                "LocalUpdates: REPLICAX_GROUP is not set, so this program trains as one group. Nothing is exchanged."
+            )
+
+    @classmethod
+    def of_replay(
+        cls,
+        index: int,
+        num_groups: int,
+        join: JoinReplay,
+        *,
+        every: int,
+        outer_optimizer: Any,
+        fragments: int,
+        compression: str | None,
+    ) -> Self:
+        """Makes a group of a replay, whose exchange ``join`` makes. Private."""
+        use_imported()
+        groups = cls.__new__(cls)
+        settings = ServerSettings({"REPLICAX_GROUP": f"{index}/{num_groups}", "REPLICAX_SYNCERS": "replay:1"})
+        groups._set_up(
+            settings, join, every, outer_optimizer, fragments=fragments, quorum=None,
+            compression=compression, grace_s=None, patience_s=0.0, log=None,
+        )  # fmt: skip
+        return groups
+
+    def _set_up(
+        self,
+        settings: ServerSettings,
+        join: JoinReplay | None,
+        every: int,
+        outer_optimizer: Any,
+        *,
+        fragments: int,
+        quorum: int | None,
+        compression: str | None,
+        grace_s: float | None,
+        patience_s: float,
+        log: str | os.PathLike[str] | None,
+    ) -> None:
+        self._join_replay = join
         self._log_path = settings.replay_file if log is None else path_of(log, "log", "replay.log")
         self._place = settings.group
         self._start_limit_s = settings.start_limit_s
@@ -152,15 +198,10 @@ class LocalUpdates:
         self._due: dict[int, list[int]] = {}  # the fragments of a boundary, by its step modulo ``every``
         self._processes: GroupProcesses | None = None
         self._syncers: Syncers | None = None
-        self._exchange: BackgroundExchange | None = None  # None in the processes that do not lead
-        self._log: ReplayWriter | None = None
-        self._adopts_at_once: BackgroundExchange | None = None
+        self._exchange: GroupExchange | None = None  # None in the processes that do not lead
+        self._adopts_at_once: GroupExchange | None = None
         self._num_steps = self._num_tokens = self._version = 0
         self._stops = self._is_finished = self._is_closed = self._is_outer = False
-        if self._place is None:
-            _logger.info(
-                "LocalUpdates: REPLICAX_GROUP is not set, so this program trains as one group. Nothing is exchanged."
-            )
 
     @property
     def num_groups(self) -> int:
@@ -279,7 +320,7 @@ class LocalUpdates:
         if self._processes is None:
             return self._params
         self._processes.agreed(lambda: self._leading.wait(timeout_s))
-        return self._exchange_now((), self._params)
+        return self._exchange_now((), self._params, GroupCall.WAIT)
 
     def stop(self) -> None:
         """Asks all groups to end at their next boundary: ``should_stop`` becomes True there.
@@ -308,7 +349,7 @@ class LocalUpdates:
                 f"{_NAME}.finish: nothing was attached. Call groups.attach(model) before the training."
             )
         if self._processes is not None:
-            self._exchange_now(range(len(self._fragments)), self._params)
+            self._exchange_now(range(len(self._fragments)), self._params, GroupCall.FINISH)
             values = self._all_of_leader(lambda: self._leading.finish(timeout_s))
             self._version = self._processes.agreed(lambda: self._leading.version)
             self._write(dict(enumerate(values)))
@@ -395,16 +436,25 @@ class LocalUpdates:
     ) -> Sequence[jax.Array]:
         """Begins the exchange. Returns the outer parameters."""
         assert self._place is not None
+        devices = [next(iter(each.devices())) for each in values]
+
+        def place(fragment: int, outer: Any) -> jax.Array:
+            return jax.device_put(outer, devices[fragment])
+
+        if self._join_replay is not None:
+            self._exchange = self._join_replay(lambda: self._num_steps, self._exchanged, place)
+            return self._exchange.begin(values, self._start_limit_s)
         syncers = self._syncers = Syncers(self._place.syncers, self.index, self.num_groups)
         syncers.greet(self._start_limit_s)
         syncers.agree(self._settings(specs))
-        devices = [next(iter(each.devices())) for each in values]
         exchange = self._exchange = BackgroundExchange(
             self.index,
             self.num_groups,
-            [self._exchanged(number, syncers) for number in range(len(self._fragments))],
+            self._exchanged(
+                [syncers.asking(number % len(syncers)) for number in range(len(self._fragments))]
+            ),
             self._options,
-            place=lambda fragment, outer: jax.device_put(outer, devices[fragment]),
+            place=place,
             log_of=None if self._log_path is None else self._replay_log,
         )
         show_groups(lambda: exchange.status(self.statistics()))
@@ -416,8 +466,10 @@ class LocalUpdates:
             "group": self.index,
             "num_groups": self.num_groups,
             "owner": owner,
+            "has_several_processes": self._processes is not None and self._processes.are_several,
             "every": self._every,
             "compression": self._compression,
+            "sgd": astuple(self._optimizer) if isinstance(self._optimizer, OuterSgd) else None,
             "fragments": [
                 {
                     "arrays": list(each.numbers),
@@ -429,11 +481,10 @@ class LocalUpdates:
                 for each in self._fragments
             ],
         }
-        self._log = ReplayWriter(self._log_path, header)
-        return self._log
+        return ReplayWriter(self._log_path, header)
 
     @property
-    def _leading(self) -> BackgroundExchange:
+    def _leading(self) -> GroupExchange:
         assert self._exchange is not None
         return self._exchange
 
@@ -473,10 +524,11 @@ class LocalUpdates:
             for numbers, optimizer in parts
         ]
 
-    def _exchanged(self, number: int, syncers: Syncers) -> ExchangedFragment:
-        fragment = self._fragments[number]
-        ask = syncers.asking(number % len(syncers))
-        match fragment.optimizer:
+    def _exchanged(self, asks: Sequence[AskServer]) -> list[ExchangedFragment]:
+        return [self._exchanged_by(ask, number) for ask, number in zip(asks, range(len(self._fragments)))]
+
+    def _exchanged_by(self, ask: AskServer, number: int) -> ExchangedFragment:
+        match self._fragments[number].optimizer:
             case OuterSgd(rate, decay, is_nesterov):
                 programs = self._programs(number, is_nesterov=is_nesterov)
                 return ExchangedFragment(ask, programs, rate, decay)
@@ -512,7 +564,7 @@ class LocalUpdates:
             ],
         )
 
-    def _exchange_now(self, due: Sequence[int], params: Any) -> Any:
+    def _exchange_now(self, due: Sequence[int], params: Any, call: GroupCall = GroupCall.STEP) -> Any:
         """Exchanges the fragments that are due, and adopts those that have arrived."""
         attached, processes = self._attached, self._processes
         assert attached is not None
@@ -526,8 +578,7 @@ class LocalUpdates:
 
         def exchange_own() -> list[int | bool]:
             exchange = self._leading
-            if self._log is not None:
-                self._log.step = self._num_steps
+            exchange.note_call(self._num_steps, call)
             for number in sorted({*due, *exchange.fetched}):
                 fragment = self._fragments[number]
                 own[number] = fragment.values.flat(attached.read(fragment.numbers))

@@ -35,6 +35,7 @@ Callers catch types, never texts. ``docs/reference/errors.md`` has an entry for 
     ├── PlanError (RuntimeError)               a plan that cannot be made in this process
     ├── SummaryError (OSError)                 summaries that could not be written
     ├── OneDeviceDifferenceError (AssertionError)  a step differs from the same step on one device
+    ├── ReplayDifferenceError (AssertionError)  a replay differs from the run
     ├── JaxVersionError (ImportError)          a JAX without names that replicax uses
     ├── MissingExtraError (ImportError)        an optional dependency is not installed
     └── MissingPartError (ImportError)         a checkout without a part of replicax
@@ -287,3 +288,7 @@ class ClosureAbortedError(ReplicaxError, RuntimeError):
 
 class TaskFailedError(ReplicaxError, AssertionError):
     """A task of a ``LocalCluster`` did not exit with 0."""
+
+
+class ReplayDifferenceError(ReplicaxError, AssertionError):
+    """A replay of groups has computed something else than the run whose logs it got."""
