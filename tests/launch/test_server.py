@@ -26,10 +26,10 @@ LAUNCHER = f"""
 import os, sys, types
 sys.modules["replicax"] = package = types.ModuleType("replicax")
 package.__path__ = {replicax.__path__!r}
-import replicax._launch.launch as launch
+import replicax._launch.tasks_here as tasks_here
 from replicax.__main__ import main
 if "SERVER" in os.environ:
-    launch.SERVER_COMMAND = ("-c", os.environ["SERVER"])
+    tasks_here.SERVER_COMMAND = ("-c", os.environ["SERVER"])
 sys.exit(main())
 """
 TASK = """
