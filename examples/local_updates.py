@@ -1,7 +1,7 @@
 """Trains a small Keras model on scikit-learn's handwritten digits in groups that never wait for each other.
 
 ``python examples/local_updates.py`` trains as one group, which exchanges nothing. ``replicax launch --groups 3 --syncers 1
-examples/local_updates.py`` trains in three groups, each with a third of the rows. Whoever ends first ends all.
+examples/local_updates.py`` trains in three groups, each with a third of the rows. All end when one does.
 """
 
 from __future__ import annotations

@@ -340,22 +340,25 @@ class Dataset(metaclass=_NamesOfDataset):
 
 
 _LEAST_SWEPT: Final = 1024
-_yielded: list[weakref.ref[np.ndarray]] = []
+_yielded: dict[int, weakref.ref[np.ndarray]] = {}  # by their ids
 _swept_at = _LEAST_SWEPT
 
 
 def is_of_dataset(value: Any) -> bool:
     """Returns True if a dataset yielded this array as a part of a batch to the user's loop."""
-    return isinstance(value, np.ndarray) and any(reference() is value for reference in _yielded)
+    reference = _yielded.get(id(value))
+    return reference is not None and reference() is value
 
 
 def _note_yielded(element: Any) -> None:
-    """Notes the arrays of a batch, without keeping them. The list is swept when it has doubled."""
+    """Notes the arrays of a batch, without keeping them. Those that are gone are dropped when there are twice as many."""
     global _swept_at
     arrays = [leaf for leaf in jax.tree_util.tree_leaves(element) if isinstance(leaf, np.ndarray)]
-    _yielded.extend(map(weakref.ref, arrays))
+    _yielded.update(zip(map(id, arrays), map(weakref.ref, arrays), strict=True))
     if len(_yielded) > _swept_at:
-        _yielded[:] = [reference for reference in _yielded if reference() is not None]
+        gone = [key for key, reference in _yielded.items() if reference() is None]
+        for key in gone:
+            del _yielded[key]
         _swept_at = max(_LEAST_SWEPT, 2 * len(_yielded))
 
 
