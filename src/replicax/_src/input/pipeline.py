@@ -339,27 +339,19 @@ class Dataset(metaclass=_NamesOfDataset):
         return self._with(Shuffle(buffer_size, whole_number("seed", seed, least=0), reshuffle, is_drawn))
 
 
-_LEAST_SWEPT: Final = 1024
-_yielded: dict[int, weakref.ref[np.ndarray]] = {}  # by their ids
-_swept_at = _LEAST_SWEPT
+_yielded: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDictionary()  # by their ids
 
 
 def is_of_dataset(value: Any) -> bool:
     """Returns True if a dataset yielded this array as a part of a batch to the user's loop."""
-    reference = _yielded.get(id(value))
-    return reference is not None and reference() is value
+    return isinstance(value, np.ndarray) and _yielded.get(id(value)) is value
 
 
 def _note_yielded(element: Any) -> None:
-    """Notes the arrays of a batch, without keeping them. Those that are gone are dropped when there are twice as many."""
-    global _swept_at
-    arrays = [leaf for leaf in jax.tree_util.tree_leaves(element) if isinstance(leaf, np.ndarray)]
-    _yielded.update(zip(map(id, arrays), map(weakref.ref, arrays), strict=True))
-    if len(_yielded) > _swept_at:
-        gone = [key for key, reference in _yielded.items() if reference() is None]
-        for key in gone:
-            del _yielded[key]
-        _swept_at = max(_LEAST_SWEPT, 2 * len(_yielded))
+    """Notes the arrays of a batch, without keeping them."""
+    for leaf in jax.tree_util.tree_leaves(element):
+        if isinstance(leaf, np.ndarray):
+            _yielded[id(leaf)] = leaf
 
 
 @final
