@@ -38,6 +38,9 @@ SHOWN_BY = {
         "faults/test_survivors.py::test_survivors_of_a_killed_chief_end_like_an_undisturbed_run",
         "faults/test_survivors.py::test_random_kills",
     ],
+    "Must all wait for the slowest worker?": [
+        "ps/local_updates/test_group_kills.py::test_kill_of_a_group_and_of_the_syncer_stops_nobody",
+    ],
     "Does a first resume deadlock if the primary reads slowly?": [
         "faults/test_slow_restores.py::test_first_resume_completes_though_one_worker_reads_slowly",
     ],
