@@ -9,7 +9,7 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-_NUMBERS = (1_000, 10_000, 100_000, 1_000_000)
+_NUMBERS = (1_000, 10_000, 100_000, 300_000, 1_000_000)
 _WARM_UP = 500
 _QUEUED = 10_000  # functions that are scheduled before the next ``join``
 _ROWS = {

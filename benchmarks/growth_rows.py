@@ -187,7 +187,7 @@ GROUPS: Final = (
     Group(
         "scheduled functions",
         "growth_functions",
-        (1_000, 10_000, 100_000, 1_000_000),
+        (1_000, 10_000, 100_000, 300_000, 1_000_000),
         (1_000, 10_000),
         (
             Row("real tasks: processor time of the coordinator for a function", "µs", 0.0),
