@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, final
+from typing import Final, final
 
 import numpy as np
 
 from replicax._src.checkpoint.background import Background
 from replicax._src.cluster.turns import turns
+
+Key = tuple[str, tuple[int, ...]]
+"""The folder of an array, and where the copied part begins."""
 
 _TOUCH_BYTES: Final = 2 << 20  # a save waits so long for the thread
 
@@ -23,8 +26,8 @@ class HostBuffers:
     """Memory for one copy of what this process writes, by keys that name the copies."""
 
     def __init__(self) -> None:
-        self._buffers: dict[Any, np.ndarray] = {}
-        self._wanted: dict[bool, set[Any]] = {}
+        self._buffers: dict[Key, np.ndarray] = {}
+        self._wanted: dict[bool, set[Key]] = {}
         self._in_use = threading.Lock()
         self._preparing = Background()
         self._is_needed = False  # a save begins, or nobody saves any more
@@ -33,7 +36,7 @@ class HostBuffers:
     def num_bytes(self) -> int:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
-    def prepare(self, shapes: Mapping[Any, tuple[tuple[int, ...], Any]]) -> None:
+    def prepare(self, shapes: Mapping[Key, tuple[tuple[int, ...], np.dtype]]) -> None:
         """Allocates memory in a thread for the copies that the next save will make. When that save begins, the thread
         ends, and the save allocates the rest.
 
@@ -46,7 +49,7 @@ class HostBuffers:
             self._is_needed = False
             self._preparing.start(lambda: self._allocate(lacking))
 
-    def _allocate(self, shapes: Mapping[Any, tuple[tuple[int, ...], Any]]) -> None:
+    def _allocate(self, shapes: Mapping[Key, tuple[tuple[int, ...], np.dtype]]) -> None:
         try:
             for key, (shape, dtype) in shapes.items():
                 buffer = np.empty(shape, dtype)
@@ -74,7 +77,7 @@ class HostBuffers:
         """Ends the use by a save, in any thread."""
         self._in_use.release()
 
-    def copy(self, key: Any, value: np.ndarray) -> np.ndarray:
+    def copy(self, key: Key, value: np.ndarray) -> np.ndarray:
         """Returns a copy of an array, which stays unchanged until the next copy under this key."""
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
@@ -87,7 +90,7 @@ class HostBuffers:
         self._end_preparing()
         self._buffers.clear()
 
-    def keep_only(self, tier: bool, keys: Iterable[Any]) -> None:
+    def keep_only(self, tier: bool, keys: Iterable[Key]) -> None:
         """Frees the memory of keys that the last copy did not use, of this tier or of the other one."""
         self._wanted[tier] = set(keys)
         wanted = set().union(*self._wanted.values())

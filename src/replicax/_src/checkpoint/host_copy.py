@@ -20,7 +20,7 @@ from replicax._src.checkpoint.array_chunks import Cut, chunk_shapes, part_at, wr
 from replicax._src.checkpoint.array_files import Piece, Written, write_pieces
 from replicax._src.checkpoint.array_leaves import ArrayLeaf, Held, ShardsLeaf
 from replicax._src.checkpoint.contents import ARRAYS, COMPONENTS, SavedArray, StoredArray
-from replicax._src.checkpoint.host_buffers import HostBuffers
+from replicax._src.checkpoint.host_buffers import HostBuffers, Key
 from replicax._src.jax_internals import jax_compat
 from replicax._src.tracing.bindings import state_lock
 from replicax._src.variables.remote_array import RemoteArray
@@ -85,7 +85,7 @@ def copy_to_host(
 
 def memory_for(
     leaves: Mapping[str, ArrayLeaf], number: int, *, has_rest: bool
-) -> dict[tuple[str, tuple[int, ...]], tuple[tuple[int, ...], np.dtype]]:
+) -> dict[Key, tuple[tuple[int, ...], np.dtype]]:
     """Returns the shapes and dtypes of the copies of ``copy_to_host`` for which ``HostBuffers`` keeps memory, by their
     keys there. It copies nothing, and does not communicate.
 
@@ -98,7 +98,7 @@ def memory_for(
         # To ask shards for their value would put them together.
         held = {key: leaf.held() for key, leaf in leaves.items() if not isinstance(leaf, ShardsLeaf)}
         plan = _planned({key: now for key, now in held.items() if now is not None}, number, is_own=False)
-    shapes: dict[tuple[str, tuple[int, ...]], tuple[tuple[int, ...], np.dtype]] = {}
+    shapes: dict[Key, tuple[tuple[int, ...], np.dtype]] = {}
     for folder, value in plan.values.items():
         is_here = not isinstance(value, RemoteArray) and not _is_on_device(value)
         if not is_here or not (has_rest or folder in plan.turns):
