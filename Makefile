@@ -97,7 +97,7 @@ help:
 	@echo "make format     format the code and fix what the linter can fix"
 	@echo "make bench      run the benchmarks"
 	@echo "make bench-growth  measure how costs grow with the work, beside the exponents that they may have (ONLY=rows,"
-	@echo "                QUICK=1 without the largest sizes)"
+	@echo "                QUICK=1 without the largest sizes, WRITE=1 into the table of the docs)"
 	@echo "make bench-failures  train while workers are killed, beside restarts, torchft and torchrun (an hour; ROUNDS=3, DURATION=60)"
 	@echo "make seams      print how the files hang together, beside what it may come to"
 	@echo "make planted-faults  plant small faults in rules of the core and of parameter servers, and run the quick tests that should"
@@ -244,7 +244,7 @@ bench: $(STAMP)
 
 bench-growth: $(STAMP)
 	@echo "bench-growth: benchmarks/growth.py"
-	@$(BIN)/python benchmarks/growth.py $(if $(ONLY),--only "$(ONLY)") $(if $(QUICK),--quick)
+	@$(BIN)/python benchmarks/growth.py $(if $(ONLY),--only "$(ONLY)") $(if $(QUICK),--quick) $(if $(WRITE),--write)
 
 bench-failures: $(STAMP) $(TORCHFT_STAMP)
 	@echo "bench-failures: benchmarks/failures.py, kill -9 of a worker every 20 s"

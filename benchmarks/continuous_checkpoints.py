@@ -5,20 +5,25 @@ saves, rounds in turn. Every job is killed with ``kill -9`` at a random moment, 
 
 - A *stall* is what a pass of the loop in which a save begins takes longer than the median of the others, the call
   and the step after it, which may pay for arrays that are still held.
-- *Written* is the state's bytes per second, from the call until the checkpoint is on the disk, without steps beside it,
-  divided by what ``dd conv=fsync`` does with a file of the same size just before.
-- *Memory* is the peak during the saves above what the process had before the first one, of the process with the most.
+- *Written* is the state's bytes per second, from the call until the checkpoint is on the disk, without steps beside it;
+  and the same divided by what ``dd conv=fsync`` does with a file of the same size just before.
+- *Memory* is the peak during the saves above what the process had before it opened the directory, of the process with
+  the most.
 - *Restore* ends when the arrays are ready, and the files may be in the system's cache.
 - *Lost* are the steps from the restored one to the kill; *two saves* is the largest number of steps from the beginning of
   a save to that of the second one after it, in the same job.
+
+Each size has a time limit: no round begins that may not end within it, except the first.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import importlib.util
 import json
+import math
 import os
 import random
 import statistics
@@ -41,15 +46,20 @@ LIMIT_S = 600.0
 
 @dataclass(frozen=True)
 class Size:
-    """A state, and the number of saves in a job."""
+    """A state, the number of saves in a job, and the seconds for all rounds."""
 
     name: str
     megabytes: float
     num_processes: int
     num_saves: int
+    limit_s: float
 
 
-SIZES = [Size("64 MB", 64, 1, 20), Size("1 GB", 1024, 1, 6), Size("1 GB, 2 processes", 1024, 2, 6)]
+SIZES = [
+    Size("64 MB", 64, 1, 20, 170.0),
+    Size("1 GB", 1024, 1, 6, 350.0),
+    Size("1 GB, 2 processes", 1024, 2, 6, 350.0),
+]
 
 
 @dataclass
@@ -58,6 +68,7 @@ class Measured:
 
     stalls: list[float] = field(default_factory=list)
     first_stalls: list[float] = field(default_factory=list)
+    speeds: list[float] = field(default_factory=list)
     written: list[float] = field(default_factory=list)
     memory: list[float] = field(default_factory=list)
     restores: list[float] = field(default_factory=list)
@@ -71,6 +82,7 @@ class Measured:
         self.stalls += stalls
         size = sum(each["own"] for each in saved)
         dd = statistics.median(saved[0]["dd"])
+        self.speeds += [size / seconds for seconds in saved[0]["writes"]]
         self.written += [dd / seconds for seconds in saved[0]["writes"]]
         self.memory.append(max(each["memory"] for each in saved) / (size / len(saved)))
         self.restores.append(max(each["seconds"] for each in restored))
@@ -166,6 +178,7 @@ ROWS: dict[str, Callable[[Measured], str]] = {
     "stall per save, ms": lambda one: _spread(one.stalls, 1e3),
     "its 99th percentile": lambda one: f"{_p99(one.stalls) * 1e3:,.0f}",
     "the first save of a process": lambda one: _spread(one.first_stalls, 1e3),
+    "written, MB/s": lambda one: _spread(one.speeds, 1e-6),
     "written, part of `dd`": lambda one: _spread(one.written, 1, 2),
     "memory, times the state": lambda one: _spread(one.memory, 1, 2),
     "restore, s": lambda one: _spread(one.restores, 1, 2),
@@ -203,11 +216,16 @@ def main(num_rounds: int, sizes: Sequence[Size] = SIZES, directory: str | None =
             folder = Path(name)
             source = folder / "source"
             with source.open("wb") as file:
-                for _ in range(int(size.megabytes)):
+                for _ in range(math.ceil(size.megabytes)):
                     file.write(os.urandom(1 << 20))
+            began, longest_s = time.monotonic(), 0.0
             for number in range(num_rounds):
+                round_began = time.monotonic()
+                if number and round_began - began + longest_s > size.limit_s:
+                    break
                 for contestant in names[number % len(names) :] + names[: number % len(names)]:
                     measure(contestant, size, folder, source, measured[contestant])
+                longest_s = max(longest_s, time.monotonic() - round_began)
         report(size, measured)
 
 
@@ -215,9 +233,14 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=5, help="jobs of each contestant, in turn (default 5)")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="the most jobs of each contestant, in turn (default 5)"
+    )
     parser.add_argument("--only", choices=[size.name for size in SIZES], help="one size")
+    parser.add_argument("--megabytes", type=float, help="another state, to try the program")
     parser.add_argument("--directory", help="a folder on the disk to measure")
     arguments = parser.parse_args()
     chosen = [size for size in SIZES if arguments.only in (None, size.name)]
+    if arguments.megabytes is not None:
+        chosen = [dataclasses.replace(size, megabytes=arguments.megabytes) for size in chosen]
     main(arguments.rounds, chosen, arguments.directory)

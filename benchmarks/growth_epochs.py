@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 
 import task_costs
 
 _EPOCHS = (10, 100, 1_000, 10_000)
 
 
-def measure(num_epochs: int) -> dict[str, dict[int, list[float]]]:
-    """Returns the values of each row of the table, by the number of epochs."""
+def measure(num_epochs: int) -> Iterator[dict[str, dict[int, list[float]]]]:
+    """Yields the values of rows of the table, by the number of epochs."""
     import replicax as rx
 
     rx.config.set_local_devices(2)
@@ -32,17 +33,13 @@ def measure(num_epochs: int) -> dict[str, dict[int, list[float]]]:
             in_fit.sample(epoch + 1)
 
     model.fit(x, x[:, :1], batch_size=4, epochs=num_epochs, verbose=0, callbacks=[Sampling()])  # type: ignore[arg-type]
+    yield {"fit: live objects": in_fit.objects, "fit: memory": in_fit.mib}
     batches = strategy.experimental_distribute_dataset(rx.data.from_arrays(x).shuffle(seed=1).batch(4))
     for epoch in range(num_epochs):
         for batch in batches:
             strategy.run(lambda rows: total.assign_add(rows.sum(0)), args=(batch,))
         in_loop.sample(epoch + 1)
-    return {
-        "fit: live objects": in_fit.objects,
-        "fit: memory": in_fit.mib,
-        "a loop: live objects": in_loop.objects,
-        "a loop: memory": in_loop.mib,
-    }
+    yield {"a loop: live objects": in_loop.objects, "a loop: memory": in_loop.mib}
 
 
 class Memory:

@@ -47,8 +47,11 @@ class Growth:
         medians = {size: statistics.median(raised[size]) for size in sizes}
         best = {size: min(raised[size]) for size in sizes}
         exponent = fitted_exponent(medians)
-        num_rounds = min(map(len, raised.values()))
-        single = [fitted_exponent({size: raised[size][n] for size in sizes}) for n in range(num_rounds)]
+        num_rounds = max(map(len, raised.values()))  # a size with fewer values repeats its last one
+        single = [
+            fitted_exponent({size: raised[size][min(n, len(raised[size]) - 1)] for size in sizes})
+            for n in range(num_rounds)
+        ]
         bends = (
             large
             for small, large in pairwise(sizes)

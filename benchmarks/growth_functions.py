@@ -1,35 +1,43 @@
 """Measures whether a coordinator's memory, and its time for a function, grow with the functions that it has scheduled.
 
-A worker and a parameter server are real processes up to 100,000 functions; simulated tasks run up to a million.
+A worker and a parameter server are simulated at first, and then real processes.
 """
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
-_REAL = (1_000, 10_000, 100_000)
-_SIMULATED = (1_000, 10_000, 100_000, 1_000_000)
+_NUMBERS = (1_000, 10_000, 100_000, 300_000, 1_000_000)
 _WARM_UP = 500
-
-
-def measure(num_functions: int) -> dict[str, dict[int, list[float]]]:
-    """Returns the values of each row of the table, by the number of functions."""
-    us, objects = _real([num for num in _REAL if num <= num_functions])
-    simulated_us, simulated_objects = _simulated([num for num in _SIMULATED if num <= num_functions])
-    return {
-        "real tasks: processor time of the coordinator for a function": us,
-        "real tasks: live objects of the coordinator": objects,
-        "simulated tasks: processor time of the rules for a function": simulated_us,
-        "simulated tasks: live objects": simulated_objects,
-    }
-
+_QUEUED = 10_000  # functions that are scheduled before the next ``join``
+_ROWS = {
+    kind: (f"{kind}: processor time of the {whose} for a function", f"{kind}: live objects{of}")
+    for kind, whose, of in (
+        ("simulated tasks", "rules", ""),
+        ("real tasks", "coordinator", " of the coordinator"),
+    )
+}
 
 Values = dict[int, list[float]]
+"""Values by the number of functions."""
 
 
-def _real(numbers: Iterable[int]) -> tuple[Values, Values]:
+def measure(num_functions: int) -> Iterator[dict[str, Values]]:
+    """Yields the values of rows of the table, by the number of functions."""
+    numbers = [number for number in _NUMBERS if number <= num_functions]
+    for kind, samples in (("simulated tasks", _simulated(numbers)), ("real tasks", _real(numbers))):
+        us, objects = _ROWS[kind]
+        for number, function_us, num_objects in samples:
+            yield {us: {number: [function_us]}, objects: {number: [num_objects]}}
+
+
+Sample = tuple[int, float, float]
+"""The number of functions, the processor time for each, and the objects that are there since the warm-up."""
+
+
+def _real(numbers: Iterable[int]) -> Iterator[Sample]:
     import replicax as rx
     from replicax.coordinator import ClusterCoordinator
     from replicax.testing import server_cluster
@@ -46,29 +54,26 @@ def _real(numbers: Iterable[int]) -> tuple[Values, Values]:
                     coordinator.schedule(empty)
                 coordinator.join(600)
 
-            return _sampled(run, numbers)
+            yield from _sampled(run, numbers)
 
 
-def _simulated(numbers: Iterable[int]) -> tuple[Values, Values]:
+def _simulated(numbers: Iterable[int]) -> Iterator[Sample]:
     import growth_coordinator
 
     case = next(case for case in growth_coordinator.CASES if case.name == "many are queued")
     cluster = growth_coordinator.SimulatedCluster(case, num_workers=4, num_servers=2)
-    return _sampled(cluster.run, numbers)
+    yield from _sampled(cluster.run, numbers)
 
 
-def _sampled(run: Callable[[int], None], numbers: Iterable[int]) -> tuple[Values, Values]:
-    """Returns the processor time for each function, and the objects that are there since the warm-up, by number."""
+def _sampled(run: Callable[[int], None], numbers: Iterable[int]) -> Iterator[Sample]:
     run(_WARM_UP)
     gc.collect()
     num_before, num_run = len(gc.get_objects()), 0
-    us: Values = {}
-    objects: Values = {}
     for number in numbers:
         before = time.process_time()
-        run(number - num_run)
-        us[number] = [1e6 * (time.process_time() - before) / (number - num_run)]
+        for begin in range(num_run, number, _QUEUED):
+            run(min(_QUEUED, number - begin))
+        function_us = 1e6 * (time.process_time() - before) / (number - num_run)
         num_run = number
         gc.collect()
-        objects[number] = [float(len(gc.get_objects()) - num_before)]
-    return us, objects
+        yield number, function_us, float(len(gc.get_objects()) - num_before)

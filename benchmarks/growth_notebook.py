@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 _TIMES = (1, 10, 100)
@@ -25,8 +25,8 @@ model.fit(x, x[:, :1], batch_size=4, verbose=0)
 """
 
 
-def measure(num_times: int) -> dict[str, dict[int, list[float]]]:
-    """Returns the number of programs for each row of the table, by the number of times."""
+def measure(num_times: int) -> Iterator[dict[str, dict[int, list[float]]]]:
+    """Yields the number of programs for rows of the table, by the number of times."""
     os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
     import replicax as rx
 
@@ -59,8 +59,6 @@ def measure(num_times: int) -> dict[str, dict[int, list[float]]]:
         gc.collect()
         return len(jax.devices()[0].client.live_executables())
 
-    return {
-        "a cell that defines and runs a step": run_again(lambda number: _STEP.format(factor=1)),
-        "the same, edited each time": run_again(lambda number: _STEP.format(factor=number)),
-        "a cell that makes a strategy and a model, and calls fit": run_again(lambda number: _FIT),
-    }
+    yield {"a cell that defines and runs a step": run_again(lambda number: _STEP.format(factor=1))}
+    yield {"the same, edited each time": run_again(lambda number: _STEP.format(factor=number))}
+    yield {"a cell that makes a strategy and a model, and calls fit": run_again(lambda number: _FIT)}

@@ -96,6 +96,35 @@ def test_next_save_begins_after_the_last_one_is_durable_and_never_two_at_once(tm
     assert disk.most_at_once == 1
 
 
+def addresses(checkpoint):
+    return {key: buffer.ctypes.data for key, buffer in checkpoint._buffers._buffers.items()}
+
+
+@pytest.mark.parametrize("restores", [False, True])
+def test_memory_of_the_first_save_is_prepared_before_it(tmp_path, restores):
+    if restores:
+        Training(tmp_path).manager.save(1)
+    training = Training(tmp_path)
+    training.checkpoint._buffers._preparing.wait(60)
+    assert training.checkpoint._buffers.num_bytes == (0 if restores else 3 * 4 + 4)
+    training.manager.restore_or_initialize()
+    training.checkpoint._buffers._preparing.wait(60)
+    prepared = addresses(training.checkpoint)
+    assert len(prepared) == 2
+    training.run(1)
+    training.manager.wait()
+    assert addresses(training.checkpoint) == prepared
+    training.manager.close()
+    assert training.checkpoint._buffers.num_bytes == 0
+
+
+def test_memory_is_not_prepared_without_continuous(tmp_path):
+    manager = rx.CheckpointManager(rx.Checkpoint(w=rx.Variable(0.0)), tmp_path)
+    manager.restore_or_initialize()
+    manager.checkpoint._buffers._preparing.wait(60)
+    assert manager.checkpoint._buffers.num_bytes == 0
+
+
 def test_save_of_the_last_step_waits_for_the_running_one(tmp_path, monkeypatch):
     disk, training = Disk(monkeypatch, is_slow=True), Training(tmp_path)
     training.run(3)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from replicax._src.checkpoint.background import Background
-from replicax._src.checkpoint.host_copy import HostBuffers
+from replicax._src.checkpoint.host_buffers import HostBuffers
 from replicax._src.cluster import turns as turns_module
 from replicax._src.cluster.failures import StateLostError
 from replicax._src.cluster.turns import turns

@@ -33,7 +33,8 @@ from replicax._src.checkpoint.contents import Contents, SavedObject
 from replicax._src.checkpoint.directory import later_time
 from replicax._src.checkpoint.errors import enumerated
 from replicax._src.checkpoint.graph import Graph
-from replicax._src.checkpoint.host_copy import HostBuffers, HostCopy, copy_to_host
+from replicax._src.checkpoint.host_buffers import HostBuffers
+from replicax._src.checkpoint.host_copy import HostCopy, copy_to_host, memory_for
 from replicax._src.checkpoint.in_memory import ReadableCheckpoint, described
 from replicax._src.checkpoint.load_status import LoadStatus
 from replicax._src.checkpoint.pytrees import Holder
@@ -206,7 +207,7 @@ class Checkpoint(Trackable, Growing):
         use_imported()
         tensorstore()
         self._tell_of_unused()
-        if (agreement.is_alone() and not agreement.is_chief()) or agreement.is_solo():
+        if not _takes_part():
             return CopiedState(lambda: 0)
         self._buffers.reserve()
         try:
@@ -222,6 +223,16 @@ class Checkpoint(Trackable, Growing):
                 self._buffers.free()
 
         return CopiedState(run, snapshot.contents.save, snapshot.moment)
+
+    def prepare_memory(self) -> None:
+        """Allocates the memory of the next ``snapshot`` in a thread, as far as the values exist. It does not
+        communicate. Private; ``CheckpointManager`` uses it.
+        """
+        if not _takes_part():
+            return
+        arrays = {key: leaf for key, leaf in Graph(self).leaves() if isinstance(leaf, ArrayLeaf)}
+        has_rest = agreement.is_chief() or agreement.tolerates_failures()
+        self._buffers.prepare(memory_for(arrays, agreement.process_number(), has_rest=has_rest))
 
     def _agreed(self, path: str, is_own: bool, number: int, metrics: Any) -> PendingCheckpoint:
         """Returns what will be saved, of which all processes have been told. It communicates once, and once more if the
@@ -466,6 +477,11 @@ class Checkpoint(Trackable, Growing):
     def __repr__(self) -> str:
         names = ", ".join(name for name in vars(self) if not name.startswith("_") and name != "save_counter")
         return f"Checkpoint({names}, save_counter={self.save_counter})"
+
+
+def _takes_part() -> bool:
+    """False if other processes save what this one has."""
+    return (agreement.is_chief() or not agreement.is_alone()) and not agreement.is_solo()
 
 
 def _values_in_loops(graph: Graph) -> dict[int, Any]:

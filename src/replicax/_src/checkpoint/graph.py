@@ -86,11 +86,12 @@ class Graph:
         self._walk(root)
 
     def _walk(self, root: Any) -> None:
-        waiting: deque[int] = deque([self._number(root, contents_of(root), ())])
+        contents = contents_of(root)
+        waiting = deque([(self._number(root, contents, ()), contents)])
         while waiting:
-            node = self.nodes[waiting.popleft()]
-            parts = {} if node.leaf is not None else contents_of(node.object) or {}
-            assert isinstance(parts, Mapping)
+            number, contents = waiting.popleft()
+            node = self.nodes[number]
+            parts = {} if isinstance(contents, Leaf) else contents or {}
             for name, part in parts.items():
                 found = contents_of(part)
                 if found is None:
@@ -100,7 +101,7 @@ class Graph:
                     part, found, (*node.path, *filter(None, name.split("/")))
                 )
                 if number == num_known:
-                    waiting.append(number)
+                    waiting.append((number, found))
 
     def _number(self, tracked: Any, found: Parts | Leaf | None, path: tuple[str, ...]) -> int:
         leaf = found if isinstance(found, Leaf) else None

@@ -195,6 +195,13 @@ class CheckpointManager:
         if save_on_failure:
             self._keeper = BoundaryKeeper(checkpoint, self._directory, self._write_boundary)
             self._keeper.open()
+        if not paths_in(self._directory, self._name):  # otherwise it is prepared after a restore
+            self._prepare_memory()
+
+    def _prepare_memory(self) -> None:
+        """Makes the first continuous save as short as the others. Other managers may never save."""
+        if self._continuous is not None:
+            self._checkpoint.prepare_memory()
 
     def _make_given_directory(self) -> None:
         """Creates the given directory, which TensorFlow programs remove as that of a worker that is not the chief."""
@@ -685,8 +692,12 @@ class CheckpointManager:
 
     def _restore(self, *, is_strict: bool) -> LoadStatus | None:
         status = self._enter(is_strict=is_strict)
-        if status is not None:
-            return status
+        if status is None:
+            status = self._restore_latest(is_strict=is_strict)
+        self._prepare_memory()
+        return status
+
+    def _restore_latest(self, *, is_strict: bool) -> LoadStatus | None:
         agreement.together("waiting for saves", lambda: agreement.finish_saves(self._directory))
         damaged: list[str] = []
         candidates = self._candidates()
