@@ -138,7 +138,11 @@ def in_fit(width: int, every: int, num_exchanges: int, pause_s: float, **options
     model.compile(keras.optimizers.SGD(1e-4), "mse")
     callback = rx.keras.callbacks.LocalUpdatesCallback(groups)
     end_of_step = callback.on_train_batch_end
-    callback.on_train_batch_end = lambda *each: clock.call(lambda: end_of_step(*each))  # type: ignore[method-assign]
+
+    def timed(*arguments: Any, **named: Any) -> None:
+        clock.call(lambda: end_of_step(*arguments, **named))
+
+    callback.on_train_batch_end = timed
 
     class Pause(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
