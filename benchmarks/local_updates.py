@@ -270,7 +270,7 @@ def training(num_groups: int, setting: dict[str, Any], *, is_counted: bool = Fal
 def gaps(job: Job, index: int, since: float, until: float) -> list[float]:
     """The times between two steps of a group that ended in an interval."""
     ends = [at for at, *_ in job.steps(index)]
-    return [b - a for a, b in itertools.pairwise(ends) if since < b <= until]
+    return [b - a for a, b in itertools.pairwise(ends) if since < b <= until] or [until - since]
 
 
 def p99(values: Sequence[float]) -> float:
@@ -365,7 +365,8 @@ def _rise(job: Job, since: float, until: float) -> float:
                 by_second.setdefault(int(at - since), []).append(loss)
     curve = [statistics.fmean(by_second[second]) for second in sorted(by_second)]
     lowest = itertools.accumulate(curve, min)
-    return 100 * max(now / low - 1 for now, low in zip(curve, lowest, strict=True))
+    rises = [now / low - 1 for now, low in zip(curve, lowest, strict=True)]
+    return 100 * max(rises, default=float("nan"))
 
 
 # --- step -----------------------------------------------------------------------------------------------
@@ -479,10 +480,10 @@ def _all_reduced(num_processes: int, num_parameters: int, both_ways: float, coun
     contestant = workers.Contestant(sys.executable, "worker_replicax.py", setting, num_processes)
     running = workers.Workers(contestant)
     try:
-        running.run(2, size=num_parameters)
+        running.run(2, size=4 * num_parameters)
         before = _loopback_bytes()
-        running.run(count, size=num_parameters)
-        per_process = 2 * (_loopback_bytes() - before) / count / num_processes
+        running.run(count, size=4 * num_parameters)
+        per_process = 2 * (_loopback_bytes() - before) / (count + 1) / num_processes  # one is not timed
     finally:
         running.close()
     print_row(

@@ -164,6 +164,9 @@ def synchronous(training: Training, length: int, rate: float) -> float:
 def in_groups(training: Training, length: int, rate: float, *, waits: bool) -> float:
     """Trains in groups. Returns the loss of the outer parameters at the end."""
     results: list[Any] = [None] * NUM_GROUPS
+    training.steps(
+        training.first, training.first_state(training.first), 0, rate, length, 0, 1
+    )  # compiles it once
 
     def train(groups: rx.experimental.LocalUpdates) -> None:
         params = groups.attach(training.first)
