@@ -157,12 +157,21 @@ class Job:
       num_groups: The number of groups.
       setting: What they do: the arguments of a function of ``local_updates_group.py``.
       is_counted: True to count bytes.
+      has_snapshots: True to give the server a folder for them.
 
     Attributes:
       counted: The relay that counts bytes; None without.
     """
 
-    def __init__(self, num_groups: int, setting: dict[str, Any], *, is_counted: bool = False):
+    def __init__(
+        self,
+        num_groups: int,
+        setting: dict[str, Any],
+        *,
+        is_counted: bool = False,
+        has_snapshots: bool = False,
+    ):
+        self._has_snapshots = has_snapshots
         self._held = contextlib.ExitStack()
         self.folder = Path(self._held.enter_context(tempfile.TemporaryDirectory()))
         self.num_groups, self._setting = num_groups, setting
@@ -173,8 +182,9 @@ class Job:
     def start_server(self) -> None:
         cluster = json.dumps({"ps": [self._address]})
         command = ["-m", "replicax", "server", "--job", "ps", "--index", "0", "--cluster", cluster]
-        snapshots = ["--snapshot-dir", str(self.folder / "snapshots"), "--snapshot-interval", "3"]
-        self._start("server", [*command, *snapshots], {})
+        if self._has_snapshots:
+            command += ["--snapshot-dir", str(self.folder / "snapshots"), "--snapshot-interval", "3"]
+        self._start("server", command, {})
 
     def start_group(self, index: int) -> None:
         address = self._address if self.counted is None else self.counted.address
@@ -258,9 +268,9 @@ def beside_others(widths: Sequence[int], **options: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def training(num_groups: int, setting: dict[str, Any], *, is_counted: bool = False) -> Iterator[Job]:
+def training(num_groups: int, setting: dict[str, Any], **options: bool) -> Iterator[Job]:
     """A job whose groups train, and have exchanged."""
-    job = Job(num_groups, setting, is_counted=is_counted)
+    job = Job(num_groups, setting, **options)
     setting["folder"] = str(job.folder)
     with job:
         job.wait(lambda: all((job.steps(each) or [(0, 0, 0)])[-1][1] >= 5 for each in range(num_groups)))
@@ -319,7 +329,8 @@ def server(options: Options) -> None:
     if options.is_quick:
         before_s, after_s = 8.0, 12.0
     longest_before, longest, back, rises_before, rises, rounds = [], [], [], [], [], []
-    with training(num_groups, beside_others(SMALL, fragments=2, compression="int8")) as job:
+    setting = beside_others(SMALL, fragments=2, compression="int8")
+    with training(num_groups, setting, has_snapshots=True) as job:
         everyone = range(num_groups)
         for _ in range(options.rounds(3)):
             time.sleep(before_s)
@@ -373,7 +384,7 @@ def _rise(job: Job, since: float, until: float) -> float:
 
 SIZES = {
     "4 MB": (512, 30),
-    "64 MB": (2048, 150),
+    "64 MB": (2048, 60),
 }  # the widths of four matrices, and steps between two exchanges
 STEP_BARS_MS = {"loop": 1.0, "fit": 20.0}
 
@@ -384,7 +395,7 @@ def step(options: Options) -> None:
         for task, bar in STEP_BARS_MS.items():
             if options.is_quick:
                 width, every = 512, 30
-            num_exchanges = 4 if options.is_quick else 40 if size == "4 MB" else 12
+            num_exchanges = 4 if options.is_quick else 40 if size == "4 MB" else 8
             setting = {
                 "task": task,
                 "width": width,

@@ -22,7 +22,7 @@ import numpy as np
 
 import replicax as rx
 
-ROWS, NUM_EVALUATED = 64, 512
+ROWS, NUM_EVALUATED = 64, 256
 
 
 # --- beside others --------------------------------------------------------------------------------------
