@@ -24,7 +24,7 @@ from replicax._ps.local_updates.int8_blocks import encoded
 from replicax._ps.local_updates.member_rules import MemberRules
 from replicax._ps.local_updates.replay_file import GroupCall, ReplayWriter, checksum_of
 from replicax._ps.local_updates.state_values import StateValues
-from replicax._ps.local_updates.unmerged_progress import UnmergedProgress
+from replicax._ps.local_updates.unmerged_progress import UnmergedProgress, moved
 from replicax._ps.programs.programs import UpdateProgram
 from replicax._ps.transport.messages import Message
 from replicax._src.program_kit.errors import (
@@ -70,6 +70,7 @@ class BackgroundExchange:
       options: How groups exchange.
       tick_s: The seconds between two looks at the servers.
       place: Puts outer parameters of a fragment where the group has them, in a thread of the exchange.
+      move: As for ``UnmergedProgress``.
       log_of: Makes the log for a replay, given the number that stands for this process; None for no log.
 
     Attributes:
@@ -85,10 +86,11 @@ class BackgroundExchange:
         *,
         tick_s: float = 0.1,
         place: Callable[[int, np.ndarray], Any] = lambda _, outer: outer,
+        move: Callable[[Any, Any, Any], Any] = moved,
         log_of: Callable[[int], ReplayWriter] | None = None,
     ):
         self.fetched: Sequence[int] = ()
-        self._place = place
+        self._place, self._move = place, move
         self._member, self._fragments, self._tick_s = member, fragments, tick_s
         self._quorum = options.quorum
         self._owner = 1 + secrets.randbelow(_MAX_NUMBER)
@@ -124,7 +126,7 @@ class BackgroundExchange:
         with self._changed:
             self._values = list(values)
             self._progress = [
-                StateValues(each) if fragment.programs.is_state else UnmergedProgress(each)
+                StateValues(each) if fragment.programs.is_state else UnmergedProgress(each, self._move)
                 for fragment, each in zip(self._fragments, values, strict=True)
             ]
             self._ticker.start()

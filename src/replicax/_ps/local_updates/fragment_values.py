@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, Final, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from replicax._ps.local_updates.unmerged_progress import moved
 from replicax._src.program_kit.errors import UnsupportedError
+
+move_at_once: Final = jax.jit(moved)
+"""``moved`` as one program, so that what it computes between is in no memory."""
 
 
 @final

@@ -19,7 +19,7 @@ from replicax._ps.local_updates.background_exchange import AskServer, Background
 from replicax._ps.local_updates.fragment_programs import FragmentPrograms
 from replicax._ps.local_updates.fragment_rules import ExchangeOptions
 from replicax._ps.local_updates.fragment_split import allowed_steps, offsets_of, split_evenly
-from replicax._ps.local_updates.fragment_values import FragmentValues
+from replicax._ps.local_updates.fragment_values import FragmentValues, move_at_once
 from replicax._ps.local_updates.group_exchange import GroupExchange, JoinReplay
 from replicax._ps.local_updates.group_processes import GroupProcesses
 from replicax._ps.local_updates.group_settings import GroupSettings
@@ -420,7 +420,8 @@ class LocalUpdates:
             self._processes = None
             self._end(leaves=False)
             raise
-        jax.block_until_ready([each - each + each for each in adopted])  # compiled now, and not at a boundary
+        # Compiled now, and not at a boundary.
+        jax.block_until_ready([move_at_once(each, each - each, each) for each in adopted])
         for number in range(len(fragments)):
             self._due.setdefault(offsets[number], []).append(number)
         self._adopts_at_once = None if processes.are_several else self._exchange
@@ -455,6 +456,7 @@ class LocalUpdates:
             ),
             self._options,
             place=place,
+            move=move_at_once,
             log_of=None if self._log_path is None else self._replay_log,
         )
         show_groups(lambda: exchange.status(self.statistics()))

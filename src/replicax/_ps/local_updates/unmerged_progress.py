@@ -7,7 +7,7 @@ each push until it adopts outer parameters that have it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, Self, TypeVar, final
 
 
@@ -22,20 +22,26 @@ class Summable(Protocol):
 V = TypeVar("V", bound=Summable)
 
 
+def moved(w: V, base: V, outer: V) -> V:
+    """Returns parameters ``w`` whose base is now another one: ``outer``, and what was computed since ``base``."""
+    return outer + (w - base)
+
+
 @final
 class UnmergedProgress(Generic[V]):
     """What a group has computed beyond the outer parameters that it has adopted.
 
     Args:
       base: The outer parameters that it begins with.
+      move: ``moved``, or a compiled program that does the same.
 
     Attributes:
       base: Where the work that was not pushed began.
       pushes: The pushes by number that are in no adopted outer parameters.
     """
 
-    def __init__(self, base: V):
-        self.base = base
+    def __init__(self, base: V, move: Callable[[V, V, V], V] = moved):
+        self.base, self._move = base, move
         self.pushes: dict[int, V] = {}
 
     @property
@@ -64,11 +70,10 @@ class UnmergedProgress(Generic[V]):
           returns: The numbers of pushes that a server has lost. They count as not pushed.
           drops: True to forget the work that was not pushed.
         """
-        unpushed = None if drops else w - self.base
-        self.base = outer
+        before, self.base = self.base, outer
         for number in keeps:
             self.base = self.base - self.pushes[number]
-        w = self.base if unpushed is None else self.base + unpushed
+        w = self.base if drops else self._move(w, before, self.base)
         for number in returns:
             w = w - self.pushes[number]
         self.pushes = {number: self.pushes[number] for number in keeps}
