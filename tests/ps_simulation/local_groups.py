@@ -22,6 +22,18 @@ from simulation.world import Fault
 CALL_S = 2.0
 
 
+class NoLog:
+    """Takes the events of a process, as ``ReplayWriter`` does, and forgets them."""
+
+    def _forget(self, *_, **__):
+        pass
+
+    taken = landed = claimed = history = adopted = _forget
+
+
+NO_LOG = NoLog()
+
+
 def group(number):
     return f"group {number}"
 
@@ -84,7 +96,7 @@ class FragmentServer(TaskProcess):
                 version = model.version
                 if model.close(*fields):
                     self.scenario.note_closed(self, fragment, version, model)
-        outer = model.theta if kind == "fetch" else None
+        outer = (model.theta, model.history[:]) if kind == "fetch" else None
         return self.instance, model.state, outer
 
 
@@ -104,10 +116,12 @@ class Group(TaskProcess):
         self.tokens = [0] * len(self.w)
         self.outer = {}
         self.sent = set()
+        self.claimed = {}  # fragment: the instance of which the log is
         self.step = 0
         self.is_broken = [False] * len(self.w)
         self.has_ended_training = False
         self.next_step_at = None
+        self.log = scenario.log_of(self)
 
     def start(self):
         self._do(self.rules.tick(self.world.now))
@@ -159,6 +173,7 @@ class Group(TaskProcess):
             match action:
                 case actions.TakeProgress(fragment, number):
                     self._take(fragment, number)
+                    self.log.taken(fragment, number, self.rules.tokens_of(fragment, number))
                 case actions.AdoptOuter():
                     self._adopt(action)
                 case actions.LostPushes(fragment, first, last, is_refused):
@@ -176,6 +191,7 @@ class Group(TaskProcess):
                     self.world.moment("push")
                 case actions.NoteLanding(fragment, number, version):
                     self.scenario.note_landing(self, fragment, number, version)
+                    self.log.landed(fragment, number, version, 0)
                 case actions.SendClose(fragment, version, quorum, is_flush):
                     self._send(fragment, "close", version, quorum, is_flush)
                     self.world.moment("close")
@@ -204,9 +220,16 @@ class Group(TaskProcess):
             is_absent = isinstance(reply.error, InvalidArgumentError)
             self._do(self.rules.failed(fragment, is_absent=is_absent))
             return
-        instance, state, outer = reply.value
-        if outer is not None:
+        instance, state, fetched = reply.value
+        me = state.members[self.number]
+        if me.owner == self.owner and self.claimed.get(fragment) != instance:
+            self.claimed[fragment] = instance
+            self.log.claimed(fragment, instance, me.pushed, state.birth)
+        if fetched is not None:
+            outer, history = fetched
             self.outer[fragment] = instance, state.version, outer
+            if self.claimed.get(fragment) == instance:
+                self.log.history(fragment, history)
         self._do(self.rules.answered(fragment, instance, state, self.world.now))
 
     def _take(self, fragment, number):
@@ -220,6 +243,8 @@ class Group(TaskProcess):
         fragment = action.fragment
         instance, version, outer = self.outer[fragment]
         assert (instance, version) == (action.instance, action.version), "another version was fetched"
+        how = {"keeps": action.keeps, "returns": action.returns, "drops": action.drops}
+        self.log.adopted(fragment, version, 0, **how)
         self.scenario.note_adopted(self, fragment, instance, version, outer)
         if action.drops:
             self.scenario.note_dropped(self, fragment, self.new_rows[fragment])
@@ -374,6 +399,10 @@ class LocalGroups:
             world.start(Group(self, world, process.number, left))
 
     # --- what happens -------------------------------------------------------------------------------
+
+    def log_of(self, process):
+        """Returns what notes the events of a process for a replay: here nothing does."""
+        return NO_LOG
 
     def next_owner(self, process):
         owner = len(self.processes) + 1
