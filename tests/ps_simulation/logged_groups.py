@@ -56,7 +56,7 @@ class RecordedLog:
 
 
 class LoggedGroups(LocalGroups):
-    """The scenario of groups; at its end the pushes of rounds are found from the logs."""
+    """The scenario of groups; at its end the pushes of rounds are found from the logs. Those without rows change nothing."""
 
     def __init__(self, seed):
         super().__init__(seed)
@@ -79,7 +79,8 @@ class LoggedGroups(LocalGroups):
 
     def _note_pushes(self, server, fragment, version, model):
         key = fragment, instance_number(server.instance), version
-        self.pushes[key] = sorted((owner, number) for _, owner, number, _ in model.rounds[version - 1])
+        pushes = model.rounds[version - 1]
+        self.pushes[key] = sorted((owner, number) for _, owner, number, tokens in pushes if tokens)
 
     def check(self, world):
         super().check(world)
@@ -102,7 +103,9 @@ class LoggedGroups(LocalGroups):
             for instance, restarts in some.items()
         }
         for (fragment, served), each in plan.rounds.items():
-            found = sorted((owners[push.group, push.process], push.number) for push in each.pushes)
+            found = sorted(
+                (owners[push.group, push.process], push.number) for push in each.pushes if push.tokens
+            )
             there = self.pushes[fragment, instances[fragment, served.restarts], served.version]
             assert found == there, f"round {served} of fragment {fragment} has other pushes"
         for (fragment, restarts), origin in plan.origins.items():

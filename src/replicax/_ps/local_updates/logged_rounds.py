@@ -97,7 +97,7 @@ class FragmentLog:
         candidates: list[tuple[LoggedPush, int | None]] = []  # pushes that it may have, and in which version
         for restarts in range(num_servers):
             candidates = [
-                each for each in candidates if each[1] is None and not self._knows(restarts, each[0])
+                each for each in candidates if each[1] not in versions and not self._knows(restarts, each[0])
             ]
             candidates += [(push, None) for push in self._pending[restarts]]
             if restarts:
@@ -105,14 +105,12 @@ class FragmentLog:
                 self.origins[restarts] = versions[origin]
                 versions = {each: served for each, served in versions.items() if each <= origin}
                 versions[origin] = ServedVersion(restarts, origin)
-                carried: dict[LoggedPush, int] = {}
-                for push, version in entered.items():
-                    last = self._claims.get((restarts, push.group, push.process))
-                    if version <= origin or (last is not None and push.number <= last):
-                        carried[push] = version
-                    elif last is None:
-                        candidates.append((push, version))
-                entered = carried
+                later = {push: version for push, version in entered.items() if version > origin}
+                for push, version in later.items():
+                    if not self._is_there(restarts, num_servers, push):
+                        del entered[push]
+                        if not self._knows(restarts, push):
+                            candidates.append((push, version))
             entered |= self._landed[restarts]
             for served in sorted(each for each in self._closed if each.restarts == restarts):
                 if served.version in versions:
@@ -123,6 +121,12 @@ class FragmentLog:
     def _knows(self, restarts: int, push: LoggedPush) -> bool:
         """True if the process of a push has met a server."""
         return (restarts, push.group, push.process) in self._claims
+
+    def _is_there(self, restarts: int, num_servers: int, push: LoggedPush) -> bool:
+        """True if a server came back with a push: its process has met this server, or a later one, which has the push."""
+        keys = ((each, push.group, push.process) for each in range(restarts, num_servers))
+        last = next((self._claims[key] for key in keys if key in self._claims), 0)
+        return push.number <= last
 
     def _origin(
         self, restarts: int, versions: dict[int, ServedVersion], entered: dict[LoggedPush, int]
