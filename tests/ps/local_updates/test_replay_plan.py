@@ -2,7 +2,7 @@
 
 import pytest
 
-from replicax._ps.local_updates.logged_events import LoggedAdoption, ServedVersion
+from replicax._ps.local_updates.logged_events import ServedVersion
 from replicax._ps.local_updates.replay_file import GroupCall, ReplayKind, ReplayOfProcess, ReplayRecord
 from replicax._ps.local_updates.replay_plan import ReplayPlan
 from replicax.errors import InvalidArgumentError, UnsupportedError

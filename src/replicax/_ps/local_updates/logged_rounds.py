@@ -155,6 +155,7 @@ class FragmentLog:
         record, version = self._closed[served], served.version
         known = [push for push, each in entered.items() if each == version]
         possible = [each for each in candidates if each[1] in (None, version) and each[0] not in known]
+        possible.sort(key=lambda each: each[0].order)  # a server adds the pushes of a process in their order
         found = next(
             (some for some in _subsets(possible) if _fits(record, [*known, *(push for push, _ in some)])),
             None,
