@@ -66,8 +66,8 @@ def replay_groups(
     replaced it follows. A server that was restarted goes back to its snapshot. What is compared: the outer parameters of each version that a group has adopted, each push (a
     push is all that a group has learned since its last one), and the rows of each push.
 
-    ``train`` makes the model, the data and everything random from ``groups.index`` alone, as in the run, on the same
-    devices; Python's and NumPy's global random states are kept apart. Global settings, as Keras's dtype policy, are
+    Groups of several processes are refused: their sums have other last bits in one process. ``train`` makes the model,
+    the data and everything random from ``groups.index`` alone, as in the run, on the same devices; Python's and NumPy's global random states are kept apart. Global settings, as Keras's dtype policy, are
     made in ``train`` too. ``groups.should_stop`` is True at the last step of the run. ``groups.outer()`` has the
     outer parameters that were adopted last, and not those that had arrived: evaluations with it may print other
     numbers than in the run.
