@@ -137,7 +137,7 @@ def test_kill_of_a_group_and_of_the_syncer_stops_nobody(processes, tmp_path):
     start_syncer()
     for index in range(3):
         start_group(index)
-    processes.wait_for("group 0", has_version(5))
+    processes.wait_for("group 0", has_version(5), 120.0)
     processes.kill("group 2")
     version = max(int(line.split()[1]) for line in processes.wait_for("group 0", has_version(5)))
     processes.wait_for("group 0", has_version(version + 5))

@@ -63,14 +63,14 @@ def replay_groups(
     called for each process of a group, in a thread of its own; one runs at a time, until it needs a version that has
     pushes of another group. So groups run in another order than in the run, and nothing depends on time. The rounds
     are computed by the programs of the servers. A process that was killed ends where its log ends; the process that
-    replaced it follows. A server that was restarted goes back to its snapshot. What is compared: the outer parameters of each version that a group has adopted, each push (a
-    push is all that a group has learned since its last one), and the rows of each push.
+    replaced it follows; a server that was restarted goes back to its snapshot. What is compared: the outer parameters
+    of each version that a group has adopted, each push (all that a group has learned since its last one), and its rows.
 
     Groups of several processes are refused: their sums have other last bits in one process. ``train`` makes the model,
-    the data and everything random from ``groups.index`` alone, as in the run, on the same devices; Python's and NumPy's global random states are kept apart. Global settings, as Keras's dtype policy, are
-    made in ``train`` too. ``groups.should_stop`` is True at the last step of the run. ``groups.outer()`` has the
-    outer parameters that were adopted last, and not those that had arrived: evaluations with it may print other
-    numbers than in the run.
+    the data and everything random from ``groups.index`` alone, as in the run, on the same devices; Python's and NumPy's
+    global random states are kept apart. Global settings, as Keras's dtype policy, are made in ``train`` too.
+    ``groups.should_stop`` is True at the last step of the run. ``groups.outer()`` has the outer parameters that were
+    adopted last, and not those that had arrived: evaluations with it may print other numbers than in the run.
 
     Args:
       logs: A folder with ``group-0/replay.log`` and so on, as ``REPLICAX_CHECKPOINT_DIR`` of the launcher; or the
