@@ -56,7 +56,7 @@ class RecordedLog:
 
 
 class LoggedGroups(LocalGroups):
-    """The scenario of groups; at its end the pushes of rounds are found from the logs. Those without rows change nothing."""
+    """The scenario of groups, whose pushes are found from logs at its end. Those without rows change nothing."""
 
     def __init__(self, seed):
         super().__init__(seed)

@@ -123,7 +123,7 @@ class FragmentLog:
         return (restarts, push.group, push.process) in self._claims
 
     def _is_there(self, restarts: int, num_servers: int, push: LoggedPush) -> bool:
-        """True if a server came back with a push: its process has met this server, or a later one, which has the push."""
+        """True if a server came back with a push: its process has met this server, or a later one, that has it."""
         keys = ((each, push.group, push.process) for each in range(restarts, num_servers))
         last = next((self._claims[key] for key in keys if key in self._claims), 0)
         return push.number <= last
