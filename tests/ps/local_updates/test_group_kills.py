@@ -48,13 +48,13 @@ import numpy as np
 import replicax as rx
 
 groups = rx.experimental.LocalUpdates(every=10, fragments=2, quorum=2, compression="int8", patience_s=5.0)
-last, gap, steps = time.monotonic(), 0.0, 0
+last, gap, steps = None, 0.0, 0
 
 def after(step):
     global last, gap, steps
     time.sleep(0.03 if groups.index == 1 else 0.01)
     now = time.monotonic()
-    last, gap, steps = now, max(gap, now - last), step
+    last, gap, steps = now, max(gap, now - (last or now)), step
     if step % 20 == 0:
         print(step, groups.version, os.getpid(), flush=True)
     if groups.index == 0 and os.path.exists(sys.argv[1]):
