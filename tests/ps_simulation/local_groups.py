@@ -11,7 +11,7 @@ from collections import Counter
 from ps_simulation.names import Names
 from ps_simulation.round_model import NOT_FINITE, RoundModel, progress_of, replayed, rows_in
 from ps_simulation.server_task import ps
-from ps_simulation.task_process import TaskProcess
+from ps_simulation.task_process import TaskProcess, travelled
 from replicax._ps.local_updates import exchange_actions as actions
 from replicax._ps.local_updates.fragment_rules import ExchangeOptions
 from replicax._ps.local_updates.member_rules import MemberRules
@@ -20,6 +20,18 @@ from replicax._src.vocabulary.errors import InvalidArgumentError, ReplicaxError
 from simulation.world import Fault
 
 CALL_S = 2.0
+
+
+class NoLog:
+    """Takes the events of a process, as ``ReplayWriter`` does, and forgets them."""
+
+    def _forget(self, *_, **__):
+        pass
+
+    taken = landed = claimed = history = adopted = _forget
+
+
+NO_LOG = NoLog()
 
 
 def group(number):
@@ -40,17 +52,31 @@ class FragmentServer(TaskProcess):
         self.instance = scenario.names.next(f"{self.name} store")
         snapshot = scenario.disks[index]
         self.rounds = {fragment: each.copied() for fragment, each in snapshot.items()}
+        self.num_changes = 0
 
     def start(self):
         self.scenario.note_started(self)
         self.run(self._write())
 
     def _write(self):
-        while True:
+        written = 0
+        while not self.scenario.is_over(self.world):
             yield self.scenario.snapshot_s
-            snapshot = {fragment: each.copied() for fragment, each in self.rounds.items()}
-            yield self.scenario.write_s
-            self.scenario.disks[self.index] = snapshot
+            if written != self.num_changes:
+                written = self.num_changes
+                snapshot = {fragment: each.copied() for fragment, each in self.rounds.items()}
+                yield self.scenario.write_s
+                self.scenario.disks[self.index] = snapshot
+
+    def receive(self, connection, message):
+        """Answers at once, without a routine."""
+        _, request = message
+        answer = error = None
+        try:
+            answer = self.answer(request, connection)
+        except ReplicaxError as failure:
+            error = travelled(failure, self.name)
+        connection.send(("answer", answer, error))
 
     def answer(self, request, connection):
         kind, fragment, *fields = request
@@ -60,6 +86,7 @@ class FragmentServer(TaskProcess):
         if fragment not in self.rounds:
             raise InvalidArgumentError(f'There is no shard "{fragment}" on this parameter server.')
         model = self.rounds[fragment]
+        self.num_changes += kind in ("claim", "push", "close")
         match kind:
             case "claim":
                 model.claim(*fields[:3])
@@ -69,7 +96,7 @@ class FragmentServer(TaskProcess):
                 version = model.version
                 if model.close(*fields):
                     self.scenario.note_closed(self, fragment, version, model)
-        outer = model.theta if kind == "fetch" else None
+        outer = (model.theta, model.history[:]) if kind == "fetch" else None
         return self.instance, model.state, outer
 
 
@@ -89,21 +116,19 @@ class Group(TaskProcess):
         self.tokens = [0] * len(self.w)
         self.outer = {}
         self.sent = set()
+        self.claimed = {}  # fragment: the instance of which the log is
         self.step = 0
         self.is_broken = [False] * len(self.w)
         self.has_ended_training = False
         self.next_step_at = None
+        self.log = scenario.log_of(self)
 
     def start(self):
-        self.run(self._tick())
-
-    def _tick(self):
-        while True:
-            self._do(self.rules.tick(self.world.now))
-            if self.rules.has_begun and self.next_step_at is None:
-                self.next_step_at = self.world.now + self.scenario.step_s[self.number]
-                self.after(self.scenario.step_s[self.number], self._train)
-            yield self.scenario.tick_s
+        self._do(self.rules.tick(self.world.now))
+        if self.rules.has_begun and self.next_step_at is None:
+            self.next_step_at = self.world.now + self.scenario.step_s[self.number]
+            self.after(self.scenario.step_s[self.number], self._train)
+        self.after(self.scenario.tick_s, self.start)
 
     # --- training -----------------------------------------------------------------------------------
 
@@ -148,6 +173,7 @@ class Group(TaskProcess):
             match action:
                 case actions.TakeProgress(fragment, number):
                     self._take(fragment, number)
+                    self.log.taken(fragment, number, self.rules.tokens_of(fragment, number))
                 case actions.AdoptOuter():
                     self._adopt(action)
                 case actions.LostPushes(fragment, first, last, is_refused):
@@ -165,6 +191,7 @@ class Group(TaskProcess):
                     self.world.moment("push")
                 case actions.NoteLanding(fragment, number, version):
                     self.scenario.note_landing(self, fragment, number, version)
+                    self.log.landed(fragment, number, version, 0)
                 case actions.SendClose(fragment, version, quorum, is_flush):
                     self._send(fragment, "close", version, quorum, is_flush)
                     self.world.moment("close")
@@ -193,9 +220,16 @@ class Group(TaskProcess):
             is_absent = isinstance(reply.error, InvalidArgumentError)
             self._do(self.rules.failed(fragment, is_absent=is_absent))
             return
-        instance, state, outer = reply.value
-        if outer is not None:
+        instance, state, fetched = reply.value
+        me = state.members[self.number]
+        if me.owner == self.owner and self.claimed.get(fragment) != instance:
+            self.claimed[fragment] = instance
+            self.log.claimed(fragment, instance, me.pushed, state.birth)
+        if fetched is not None:
+            outer, history = fetched
             self.outer[fragment] = instance, state.version, outer
+            if self.claimed.get(fragment) == instance:
+                self.log.history(fragment, history)
         self._do(self.rules.answered(fragment, instance, state, self.world.now))
 
     def _take(self, fragment, number):
@@ -209,6 +243,8 @@ class Group(TaskProcess):
         fragment = action.fragment
         instance, version, outer = self.outer[fragment]
         assert (instance, version) == (action.instance, action.version), "another version was fetched"
+        how = {"keeps": action.keeps, "returns": action.returns, "drops": action.drops}
+        self.log.adopted(fragment, version, 0, **how)
         self.scenario.note_adopted(self, fragment, instance, version, outer)
         if action.drops:
             self.scenario.note_dropped(self, fragment, self.new_rows[fragment])
@@ -230,6 +266,7 @@ class LocalGroups:
     limit_s = 300.0
 
     def __init__(self, seed):
+        self.seed = seed
         of_seed = self.random = random.Random(f"local groups {seed}")
         self.num_groups = of_seed.choice([1, 2, 3, 3, 4])
         self.num_servers = of_seed.choice([1, 1, 2])
@@ -241,10 +278,10 @@ class LocalGroups:
         self.step_s = [step_s * of_seed.choice(speeds) for _ in range(self.num_groups)]
         self.tokens = [of_seed.choice([1, 7, 14]) for _ in range(self.num_groups)]
         self.period_s = self.every * step_s
-        self.tick_s = min(1.0, self.period_s / 3)
+        self.tick_s = max(0.05, self.period_s / 2)
         quorum = of_seed.randint(1, self.num_groups)
         grace_s = of_seed.choice([None, None, 0.0, self.period_s])
-        self.patience_s = of_seed.choice([3.0, 10.0]) + 4 * self.period_s
+        self.patience_s = of_seed.choice([3.0, 5.0]) + 4 * self.period_s
         self.options = ExchangeOptions(quorum, grace_s, self.patience_s)
         self.adopts_at_once = random.Random(f"adoptions {seed}").random() < 0.5  # and not at boundaries alone
         self.snapshot_s = self.period_s * of_seed.choice([0.7, 2.0])
@@ -271,6 +308,7 @@ class LocalGroups:
         self.adopted = {}  # (owner, fragment): the instance whose outer parameters it adopted last
         self.num_created = Counter()  # of fragments
         self.was_disturbed = False
+        self.num_restarting = 0  # processes that were killed, and start again
         self.pauses = []
         self.done = {}
 
@@ -286,7 +324,7 @@ class LocalGroups:
     # --- faults -------------------------------------------------------------------------------------
 
     def faults(self):
-        of_seed, faults = self.random, []
+        of_seed, again, faults = self.random, random.Random(f"restarts {self.seed}"), []
         horizon = 0.5 + self.num_steps * max(self.step_s)
         for _ in range(of_seed.choice([0, 1, 2, 4, 8])):
             at, on = of_seed.uniform(0.0, horizon), {}
@@ -315,9 +353,11 @@ class LocalGroups:
                 if of_seed.random() < 0.5:
                     faults.append(Fault(at, kind, (one,), **on))
             elif kind in ("restart", "pause"):
-                faults.append(
-                    Fault(at, kind, (of_seed.choice([one, server, server, server]),), lasting, **on)
-                )
+                target = of_seed.choice([one, server, server, server])
+                faults.append(Fault(at, kind, (target,), lasting, **on))
+                if (kind, target) == ("restart", server) and again.random() < 0.4:  # from the same snapshot
+                    later = at + lasting + again.choice([0.1, 0.5]) * self.snapshot_s
+                    faults.append(Fault(later, kind, (target,), 0.0, **on))
             else:
                 faults.append(Fault(at, kind, of_seed.choice([(one, server), (server, one)]), lasting, **on))
         return faults
@@ -339,6 +379,7 @@ class LocalGroups:
             case "restart" if process.is_alive:
                 world.inject(Fault(fault.at, "kill", fault.targets))
                 world.last_fault = max(world.last_fault, world.now + fault.for_s)
+                self.num_restarting += 1
                 world.at(world.now + fault.for_s + 0.001, self._restart, world, process)
             case "pause":
                 if isinstance(process, Group):
@@ -350,6 +391,7 @@ class LocalGroups:
                 world.inject(fault)
 
     def _restart(self, world, process):
+        self.num_restarting -= 1
         if isinstance(process, FragmentServer):
             world.start(FragmentServer(self, world, process.index))
         else:
@@ -357,6 +399,10 @@ class LocalGroups:
             world.start(Group(self, world, process.number, left))
 
     # --- what happens -------------------------------------------------------------------------------
+
+    def log_of(self, process):
+        """Returns what notes the events of a process for a replay: here nothing does."""
+        return NO_LOG
 
     def next_owner(self, process):
         owner = len(self.processes) + 1
@@ -434,11 +480,8 @@ class LocalGroups:
     # --- what must hold -----------------------------------------------------------------------------
 
     def is_over(self, world):
-        groups = [each for each in world.processes.values() if isinstance(each, Group)]
-        return all(not each.is_alive for each in groups) and not self._restarts_later(world)
-
-    def _restarts_later(self, world):
-        return world.now < world.last_fault
+        names = map(group, range(self.num_groups))
+        return not self.num_restarting and not any(world.processes[name].is_alive for name in names)
 
     def check(self, world):
         outer = {

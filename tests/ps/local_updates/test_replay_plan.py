@@ -2,6 +2,7 @@
 
 import pytest
 
+from replicax._ps.local_updates.logged_events import ServedVersion
 from replicax._ps.local_updates.replay_file import GroupCall, ReplayKind, ReplayOfProcess, ReplayRecord
 from replicax._ps.local_updates.replay_plan import ReplayPlan
 from replicax.errors import InvalidArgumentError, UnsupportedError
@@ -16,8 +17,12 @@ HEADER = {
 }
 
 
+def claimed(instance=7, number=0, birth=3):
+    return ReplayRecord(ReplayKind.CLAIMED, instance=instance, number=number, birth=birth)
+
+
 def process(group, *records, **header):
-    return ReplayOfProcess({**HEADER, "group": group, **header}, records)
+    return ReplayOfProcess({**HEADER, "group": group, **header}, [claimed(), *records])
 
 
 def taken(number, tokens, step):
@@ -28,8 +33,8 @@ def landed(number, version, instance=7):
     return ReplayRecord(ReplayKind.LANDED, number=number, version=version, instance=instance, checksum=number)
 
 
-def closed(version, members, tokens):
-    return ReplayRecord(ReplayKind.CLOSED, version=version, instance=7, members=members, tokens=tokens)
+def closed(version, members, tokens, instance=7):
+    return ReplayRecord(ReplayKind.CLOSED, version=version, instance=instance, members=members, tokens=tokens)
 
 
 ADOPTED = ReplayRecord(ReplayKind.ADOPTED, step=4, version=1, instance=7, checksum=9)
@@ -51,9 +56,10 @@ def test_push_of_a_killed_process_is_in_the_round_that_lacks_its_rows(rounds, ex
     other = process(1, *OTHER, *(closed(*each) for each in rounds))
     plan = ReplayPlan([[KILLED, NEXT], [other]])
     (push,) = [push for push in plan.versions_of if push.order == (0, 0, 2)] or [None]
-    assert (push and plan.versions_of[push]) == expected
+    assert (push and plan.versions_of[push].version) == expected
     if expected == 3:
-        assert [(each.group, each.process) for each in plan.rounds[0, 3].pushes] == [(0, 0), (0, 1), (1, 0)]
+        pushes = plan.rounds[0, ServedVersion(0, 3)].pushes
+        assert [(each.group, each.process) for each in pushes] == [(0, 0), (0, 1), (1, 0)]
     killed = plan.processes[0]
     assert [(call.call, call.step, len(call.events)) for call in killed.calls] == [
         (None, 0, 0),
@@ -70,9 +76,42 @@ def test_rounds_that_no_push_fits_and_other_runs_are_refused():
         InvalidArgumentError, match="every is 5 in the log of group 1, and 4 in that of group 0"
     ):
         ReplayPlan([[KILLED], [process(1, every=5)]])
-    with pytest.raises(UnsupportedError, match="server of fragment 0 was restarted"):
-        ReplayPlan([[KILLED], [process(1, taken(1, 4, 4), landed(1, 1, instance=8))]])
+    with pytest.raises(UnsupportedError, match="server of fragment 0 came back without a snapshot"):
+        ReplayPlan([[KILLED], [process(1, claimed(8, birth=4))]])
+    with pytest.raises(UnsupportedError, match="in which order the restarts of the server of fragment 0"):
+        ReplayPlan([[process(0, claimed(8))], [process(1, claimed(9))]])
     with pytest.raises(UnsupportedError, match="group 1 had several processes"):
         ReplayPlan([[KILLED], [process(1, has_several_processes=True)]])
     with pytest.raises(InvalidArgumentError, match="no log"):
         ReplayPlan([])
+
+
+def adopted(version, step, instance=7):
+    return ReplayRecord(ReplayKind.ADOPTED, step=step, version=version, instance=instance, checksum=9)
+
+
+def test_restarted_server_repeats_rounds_with_the_pushes_of_its_snapshot():
+    """Its snapshot has round 1, and of round 2 the push of group 1. Both groups go on with a third push."""
+    given = ReplayRecord(ReplayKind.GIVEN, number=2)
+    before = [closed(1, 0b11, 9), closed(2, 0b11, 9)]
+    again = [closed(1, 0b11, 9, instance=8), closed(2, 0b11, 14, instance=8)]
+    pushes = [taken(1, 5, 4), landed(1, 1), taken(2, 6, 8), landed(2, 2)]
+    lost = process(
+        0, *pushes, *before, claimed(8, 1), given, adopted(1, 9, 8), taken(3, 11, 12), landed(3, 2, 8), *again
+    )
+    kept = process(1, taken(1, 4, 4), landed(1, 1), taken(2, 3, 8), landed(2, 2), claimed(8, 2), *again)
+    plan = ReplayPlan([[lost], [kept]])
+    assert plan.origins == {(0, 1): ServedVersion(0, 1)}
+    numbers = {
+        key[1]: [(push.group, push.number) for push in each.pushes] for key, each in plan.rounds.items()
+    }
+    assert numbers == {
+        ServedVersion(0, 1): [(0, 1), (1, 1)],
+        ServedVersion(0, 2): [(0, 2), (1, 2)],
+        ServedVersion(1, 2): [(0, 3), (1, 2)],
+    }
+    assert [plan.num_rounds_of[push] for push in plan.rounds[0, ServedVersion(1, 2)].pushes] == [1, 2]
+    adoption = next(
+        event for call in plan.processes[0].calls for event in call.events if hasattr(event, "returns")
+    )
+    assert (adoption.served, adoption.returns) == (ServedVersion(1, 1), (2,))

@@ -23,6 +23,7 @@ from replicax._ps.local_updates.group_status import group_status
 from replicax._ps.local_updates.int8_blocks import encoded
 from replicax._ps.local_updates.member_rules import MemberRules
 from replicax._ps.local_updates.replay_file import GroupCall, ReplayWriter, checksum_of
+from replicax._ps.local_updates.round_state import RoundState
 from replicax._ps.local_updates.state_values import StateValues
 from replicax._ps.local_updates.unmerged_progress import UnmergedProgress, moved
 from replicax._ps.programs.programs import UpdateProgram
@@ -95,7 +96,7 @@ class BackgroundExchange:
         self._quorum = options.quorum
         self._owner = 1 + secrets.randbelow(_MAX_NUMBER)
         self._log = None if log_of is None else log_of(self._owner)
-        self._instances: dict[int, str] = {}  # that answered last
+        self._claimed: dict[int, str] = {}  # the instance of which the log is
         self._checksums: dict[int, int] = {}  # of the outer parameters
         self._sent: dict[int, tuple[int, int]] = {}  # the push that was sent last, and its checksum
         self._created: dict[
@@ -273,11 +274,11 @@ class BackgroundExchange:
                     self._counts["pushes"] += 1
                     if self._log is not None:
                         self._log.taken(fragment, number, self._rules.tokens_of(fragment, number))
-                case actions.AdoptOuter(fragment, instance, version, keeps, returns, drops):
+                case actions.AdoptOuter(fragment, _, version, keeps, returns, drops):
                     if self._log is not None:
                         checksum = self._checksums[fragment]
                         self._log.adopted(
-                            fragment, version, instance, checksum, keeps=keeps, returns=returns, drops=drops
+                            fragment, version, checksum, keeps=keeps, returns=returns, drops=drops
                         )
                     self._values[fragment] = self._progress[fragment].adopt(
                         self._values[fragment],
@@ -302,7 +303,7 @@ class BackgroundExchange:
                 case actions.NoteLanding(fragment, number, version):
                     if self._log is not None:
                         checksum = self._sent[fragment][1]
-                        self._log.landed(fragment, number, version, self._instances[fragment], checksum)
+                        self._log.landed(fragment, number, version, checksum)
                 case _ if not self._is_closed:
                     self._submit(action)
         self.fetched = self._rules.fetched
@@ -363,23 +364,34 @@ class BackgroundExchange:
                 self._do(self._rules.failed(action.fragment, is_absent=is_absent))
                 return
             fragment, instance = action.fragment, answer.header["versions"][0][0]
-            self._instances[fragment] = instance
+            state = state_of(np.asarray(answer.arrays[0]))
+            self._note_claimed(fragment, instance, state)
             if outer is not None:
                 self._outer[fragment], self._checksums[fragment] = outer, checksum
                 self._note_closed(fragment, instance, answer.arrays[2:])
-            state = state_of(np.asarray(answer.arrays[0]))
-            if self._log is not None and self._created.get(fragment, (None,))[0] == state.birth:
-                self._log.created(fragment, instance, self._created.pop(fragment)[1])
             self._do(self._rules.answered(fragment, instance, state, time.monotonic()))
+
+    def _note_claimed(self, fragment: int, instance: str, state: RoundState) -> None:
+        """Logs that this process has created a fragment, or has its slot in another instance of the server's store."""
+        if self._log is None:
+            return
+        if self._created.get(fragment, (None,))[0] == state.birth:
+            self._log.created(fragment, self._created.pop(fragment)[1])
+        me = state.members[self._member]
+        if me.owner == self._owner and self._claimed.get(fragment) != instance:
+            self._claimed[fragment] = instance
+            self._log.claimed(fragment, instance, me.pushed, state.birth)
 
     def _note_closed(self, fragment: int, instance: str, fetched: Sequence[Any]) -> None:
         """Logs the rounds that have closed since the last fetch."""
+        if self._claimed.get(fragment) != instance:
+            return
         for history in fetched:
             before = self._closed_before.get((fragment, instance), 0)
             rows = sorted(row for row in np.asarray(history).tolist() if row[0] > before)
             for row in rows:
                 assert self._log is not None
-                self._log.closed(fragment, instance, row)
+                self._log.closed(fragment, row)
                 self._closed_before[fragment, instance] = row[0]
 
     def _answer(self, action: actions.Action, payload: Any) -> Message:

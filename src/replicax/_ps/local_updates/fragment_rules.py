@@ -324,11 +324,14 @@ class FragmentRules:
         state = self._state
         assert state is not None
         assert self._instance is not None
-        contributors, live = state.contributors, self._live(now)
-        if not live and contributors and self._is_finishing:
+        contributors = state.contributors
+        if not contributors:
+            return None
+        live = self._live(now)
+        if not live and self._is_finishing:
             return SendClose(self.fragment, state.version, 1, is_flush=True)
         quorum = min(self._options.quorum, len(live | contributors))
-        if not contributors or len(contributors) < quorum:
+        if len(contributors) < quorum:
             return None
         if not live <= contributors:
             open_round = self._instance, state.version

@@ -15,9 +15,10 @@ import numpy as np
 
 from replicax._ps.local_updates.background_exchange import AskServer, ExchangedFragment
 from replicax._ps.local_updates.group_exchange import PlaceOuter
+from replicax._ps.local_updates.logged_events import LoggedProcess, ServedVersion
 from replicax._ps.local_updates.outer_optimizer import OuterSgd, outer_optimizer_of
 from replicax._ps.local_updates.replay_file import read_replay_file
-from replicax._ps.local_updates.replay_plan import LoggedProcess, ReplayPlan
+from replicax._ps.local_updates.replay_plan import ReplayPlan
 from replicax._ps.local_updates.replayed_exchange import EndOfLogError, ReplayedExchange
 from replicax._ps.local_updates.replayed_rounds import ReplayedRounds
 from replicax._ps.local_updates.training_group import LocalUpdates
@@ -62,14 +63,14 @@ def replay_groups(
     called for each process of a group, in a thread of its own; one runs at a time, until it needs a version that has
     pushes of another group. So groups run in another order than in the run, and nothing depends on time. The rounds
     are computed by the programs of the servers. A process that was killed ends where its log ends; the process that
-    replaced it follows. What is compared: the outer parameters of each version that a group has adopted, each push (a
-    push is all that a group has learned since its last one), and the rows of each push.
+    replaced it follows; a server that was restarted goes back to its snapshot. What is compared: the outer parameters
+    of each version that a group has adopted, each push (all that a group has learned since its last one), and its rows.
 
-    ``train`` makes the model, the data and everything random from ``groups.index`` alone, as in the run, on the same
-    devices; Python's and NumPy's global random states are kept apart. Global settings, as Keras's dtype policy, are
-    made in ``train`` too. ``groups.should_stop`` is True at the last step of the run. ``groups.outer()`` has the
-    outer parameters that were adopted last, and not those that had arrived: evaluations with it may print other
-    numbers than in the run.
+    Groups of several processes are refused: their sums have other last bits in one process. ``train`` makes the model,
+    the data and everything random from ``groups.index`` alone, as in the run, on the same devices; Python's and NumPy's
+    global random states are kept apart. Global settings, as Keras's dtype policy, are made in ``train`` too.
+    ``groups.should_stop`` is True at the last step of the run. ``groups.outer()`` has the outer parameters that were
+    adopted last, and not those that had arrived: evaluations with it may print other numbers than in the run.
 
     Args:
       logs: A folder with ``group-0/replay.log`` and so on, as ``REPLICAX_CHECKPOINT_DIR`` of the launcher; or the
@@ -83,7 +84,7 @@ def replay_groups(
         and both checksums. It is an ``AssertionError``.
       InvalidArgumentError: The logs are not those of all groups of one run.
       MessageError: A file is no replay log.
-      UnsupportedError: A server was restarted in the run, or a group had several processes.
+      UnsupportedError: A group had several processes, or a server came back without a snapshot.
 
     >>> import os, tempfile, jax.numpy as jnp, replicax as rx
     >>> def train(groups):
@@ -112,8 +113,8 @@ def replay_groups(
     finally:
         for each in running:
             each.end()
-    for fragment, version in sorted(plan.rounds):
-        rounds.has(fragment, version)
+    for fragment, served in sorted(plan.rounds):
+        rounds.has(fragment, served)
     counts = [each.counts for each in running]
     return ReplayReport(
         len(running),
@@ -137,7 +138,7 @@ class _Running:
     ):
         self.process, self.has_ended = process, False
         self._plan, self._rounds, self._optimizer, self._train = plan, rounds, optimizer, train
-        self.awaited: tuple[int, int] | None = None  # the fragment and the version that it needs
+        self.awaited: tuple[int, ServedVersion] | None = None  # the fragment and the version that it needs
         self._exchange: ReplayedExchange | None = None
         self._error: BaseException | None = None
         self._random = random.getstate(), np.random.get_state()
@@ -230,9 +231,9 @@ class _Running:
         )
         return self._exchange
 
-    def _wait_for(self, fragment: int, version: int) -> None:
-        self.awaited = fragment, version
-        while not self._rounds.has(fragment, version):
+    def _wait_for(self, fragment: int, served: ServedVersion) -> None:
+        self.awaited = fragment, served
+        while not self._rounds.has(fragment, served):
             self._rests.release()
             self._goes.acquire()
             if self._is_stopped:

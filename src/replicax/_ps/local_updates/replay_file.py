@@ -1,25 +1,29 @@
 """The replay log of a group: what a run of groups needs to be repeated bit for bit. Pure, except for the file.
 
-A group appends to one file. Each process of it begins with a *header*: the line ``RXLU replay 2``, the length of a JSON
-text in 4 bytes, and the text. Then come records in the order of their events; the first byte says the kind, and all
-numbers are little-endian. A killed process may leave a part of a record, which ends its part of the file.
+A group appends to one file. Each process of it begins with a *header*: the line ``RXLU replay 3``, the length of a JSON
+text in 4 bytes, and the text. Then come records in the order of their events: a byte that says the kind, and numbers of
+7 bits in a byte, the lowest first, whose last byte is below 128. Checksums have 4 bytes. A killed process may leave a
+part of a record, which ends its part of the file.
 
 ==========  ======================================================================================================
 kind        fields
 ==========  ======================================================================================================
 ``TAKEN``   fragment, step, number of the push, its tokens: ``base - w`` became a push, and base is w
-``LANDED``  fragment, number of the push, version that has it, instance of the server's store, CRC-32 of the push
+``LANDED``  fragment, number of the push, version that has it, CRC-32 of the push
 ``KEPT``    fragment, number: the next adoption keeps this push, which a later version has
 ``GIVEN``   fragment, number: the next adoption counts this push as not pushed, because the server lost it
-``ADOPTED`` fragment, step, version, instance, 1 if unpushed work was dropped, CRC-32 of the outer parameters
-``CLOSED``  fragment, version, instance, 1 if the round was a flush, members with rows as bits, rows of all members
+``ADOPTED`` fragment, step, version, 1 if unpushed work was dropped, CRC-32 of the outer parameters
+``CLOSED``  fragment, version, 1 if the round was a flush, members with rows as bits, rows of all members
 ``CALLED``  step, 1 for ``wait`` and 2 for ``finish``: the next records are those of this call
-``CREATED`` fragment, instance, CRC-32: the process has created the outer parameters from its own
+``CREATED`` fragment, CRC-32: the process has created the outer parameters from its own
+``CLAIMED`` fragment, instance of the server's store, last push of the process that it has, birth of the fragment: the
+            process has its slot there, and the next records of the fragment are of this instance
 ==========  ======================================================================================================
 
 ``step`` is the number of steps that the process had counted. ``CLOSED`` of each round is in the log of every group that
 fetched it or a later one. A push of a process that was killed before its answer came has no ``LANDED``: it is in the
-round whose members have the group, and no other push of it.
+round whose members have the group, and no other push of it. A server that was restarted has another instance, and the
+pushes up to those of ``CLAIMED``.
 """
 
 from __future__ import annotations
@@ -37,8 +41,9 @@ import numpy as np
 
 from replicax._src.program_kit.errors import MessageError
 
-_MAGIC: Final = b"RXLU replay 2\n"
+_MAGIC: Final = b"RXLU replay 3\n"
 _LENGTH: Final = struct.Struct("<I")
+_CHECKSUM: Final = struct.Struct("<I")
 MOST_MEMBERS: Final = 64
 """``CLOSED`` has a bit for each member up to here."""
 
@@ -54,6 +59,7 @@ class ReplayKind(IntEnum):
     CLOSED = 6
     CALLED = 7
     CREATED = 8
+    CLAIMED = 9
 
 
 class GroupCall(IntEnum):
@@ -72,11 +78,12 @@ class ReplayRecord(NamedTuple):
       step: The steps that the process had counted.
       number: The number of a push of this process.
       version: The version of the outer parameters.
-      instance: A number for the instance of the server's store.
+      instance: A number for the instance of the server's store: that of the last ``CLAIMED`` of the fragment.
       tokens: The rows of a push, or of a round.
       is_special: True for an adoption that dropped work, and for a round that was a flush. In ``CALLED`` the method.
       members: The members with rows in a round, as bits.
       checksum: The CRC-32 of outer parameters, or of a push.
+      birth: The birth of the fragment in ``CLAIMED``: see ``RoundState``.
     """
 
     kind: ReplayKind
@@ -89,27 +96,21 @@ class ReplayRecord(NamedTuple):
     is_special: int = 0
     members: int = 0
     checksum: int = 0
+    birth: int = 0
 
 
-_FIELDS: Final[Mapping[ReplayKind, tuple[struct.Struct, tuple[str, ...]]]] = {
-    ReplayKind.TAKEN: (struct.Struct("<HIII"), ("fragment", "step", "number", "tokens")),
-    ReplayKind.LANDED: (
-        struct.Struct("<HIIII"),
-        ("fragment", "number", "version", "instance", "checksum"),
-    ),
-    ReplayKind.KEPT: (struct.Struct("<HI"), ("fragment", "number")),
-    ReplayKind.GIVEN: (struct.Struct("<HI"), ("fragment", "number")),
-    ReplayKind.ADOPTED: (
-        struct.Struct("<HIIIBI"),
-        ("fragment", "step", "version", "instance", "is_special", "checksum"),
-    ),
-    ReplayKind.CLOSED: (
-        struct.Struct("<HIIBQQ"),
-        ("fragment", "version", "instance", "is_special", "members", "tokens"),
-    ),
-    ReplayKind.CALLED: (struct.Struct("<IB"), ("step", "is_special")),
-    ReplayKind.CREATED: (struct.Struct("<HII"), ("fragment", "instance", "checksum")),
+_FIELDS: Final[Mapping[ReplayKind, tuple[str, ...]]] = {
+    ReplayKind.TAKEN: ("fragment", "step", "number", "tokens"),
+    ReplayKind.LANDED: ("fragment", "number", "version", "checksum"),
+    ReplayKind.KEPT: ("fragment", "number"),
+    ReplayKind.GIVEN: ("fragment", "number"),
+    ReplayKind.ADOPTED: ("fragment", "step", "version", "is_special", "checksum"),
+    ReplayKind.CLOSED: ("fragment", "version", "is_special", "members", "tokens"),
+    ReplayKind.CALLED: ("step", "is_special"),
+    ReplayKind.CREATED: ("fragment", "checksum"),
+    ReplayKind.CLAIMED: ("fragment", "instance", "number", "birth"),
 }
+_OF_INSTANCE: Final = (ReplayKind.LANDED, ReplayKind.ADOPTED, ReplayKind.CLOSED)
 
 
 @final
@@ -151,20 +152,22 @@ class ReplayWriter:
         if call is not GroupCall.STEP:
             self._write(ReplayKind.CALLED, step, call)
 
-    def created(self, fragment: int, instance: str, checksum: int) -> None:
-        self._write(ReplayKind.CREATED, fragment, instance_number(instance), checksum)
+    def claimed(self, fragment: int, instance: str, number: int, birth: int) -> None:
+        self._write(ReplayKind.CLAIMED, fragment, instance_number(instance), number, birth)
+
+    def created(self, fragment: int, checksum: int) -> None:
+        self._write(ReplayKind.CREATED, fragment, checksum)
 
     def taken(self, fragment: int, number: int, tokens: int) -> None:
-        self._write(ReplayKind.TAKEN, fragment, self.step, number, min(tokens, 2**32 - 1))
+        self._write(ReplayKind.TAKEN, fragment, self.step, number, tokens)
 
-    def landed(self, fragment: int, number: int, version: int, instance: str, checksum: int) -> None:
-        self._write(ReplayKind.LANDED, fragment, number, version, instance_number(instance), checksum)
+    def landed(self, fragment: int, number: int, version: int, checksum: int) -> None:
+        self._write(ReplayKind.LANDED, fragment, number, version, checksum)
 
     def adopted(
         self,
         fragment: int,
         version: int,
-        instance: str,
         checksum: int,
         *,
         keeps: Sequence[int],
@@ -175,23 +178,31 @@ class ReplayWriter:
             self._write(ReplayKind.KEPT, fragment, number)
         for number in returns:
             self._write(ReplayKind.GIVEN, fragment, number)
-        number = instance_number(instance)
-        self._write(ReplayKind.ADOPTED, fragment, self.step, version, number, int(drops), checksum)
+        self._write(ReplayKind.ADOPTED, fragment, self.step, version, int(drops), checksum)
 
-    def closed(self, fragment: int, instance: str, row: Sequence[int]) -> None:
+    def closed(self, fragment: int, row: Sequence[int]) -> None:
         """Notes a row of the shard ``history``."""
         version, is_flush, *tokens = row
         members = sum(1 << member for member, rows in enumerate(tokens[:MOST_MEMBERS]) if rows)
-        number = instance_number(instance)
-        self._write(ReplayKind.CLOSED, fragment, version, number, int(is_flush != 0), members, sum(tokens))
+        self._write(ReplayKind.CLOSED, fragment, version, int(is_flush != 0), members, sum(tokens))
 
     def close(self) -> None:
         """Closes the file. May be called again."""
         self._file.close()
 
-    def _write(self, kind: ReplayKind, *fields: int) -> None:
-        if not self._file.closed:
-            self._file.write(bytes([kind]) + _FIELDS[kind][0].pack(*fields))
+    def _write(self, kind: ReplayKind, *values: int) -> None:
+        if self._file.closed:
+            return
+        record = bytearray([kind])
+        for name, value in zip(_FIELDS[kind], values, strict=True):
+            if name == "checksum":
+                record += _CHECKSUM.pack(value)
+                continue
+            while value > 127:
+                record.append(value & 127 | 128)
+                value >>= 7
+            record.append(value)
+        self._file.write(record)
 
 
 def instance_number(instance: str) -> int:
@@ -224,18 +235,39 @@ def _read_process(path: str | os.PathLike[str], part: bytes) -> ReplayOfProcess:
         header = json.loads(part[at : at + length])
     except (ValueError, struct.error):
         raise MessageError(f"{path} is a damaged replay log: a header cannot be read.") from None
+    return ReplayOfProcess(header, _records(path, part, at + length))
+
+
+def _records(path: str | os.PathLike[str], part: bytes, at: int) -> list[ReplayRecord]:
     records: list[ReplayRecord] = []
-    at += length
+    instances: dict[int, int] = {}
     while at < len(part):
         if part[at] not in _FIELDS:
             raise MessageError(
                 f"{path} is a damaged replay log: byte {at} of a process is no kind of record."
             )
-        kind = ReplayKind(part[at])
-        form, names = _FIELDS[kind]
-        if at + 1 + form.size > len(part):
+        kind, fields = ReplayKind(part[at]), {}
+        at += 1
+        try:
+            for name in _FIELDS[kind]:
+                fields[name], at = _number(part, at, is_checksum=name == "checksum")
+        except (IndexError, struct.error):
             break  # the process was killed
-        fields = dict(zip(names, form.unpack_from(part, at + 1), strict=True))
-        records.append(ReplayRecord(kind, **fields))
-        at += 1 + form.size
-    return ReplayOfProcess(header, records)
+        record = ReplayRecord(kind, **fields)
+        if kind is ReplayKind.CLAIMED:
+            instances[record.fragment] = record.instance
+        elif kind in _OF_INSTANCE:
+            record = record._replace(instance=instances.get(record.fragment, 0))
+        records.append(record)
+    return records
+
+
+def _number(part: bytes, at: int, *, is_checksum: bool) -> tuple[int, int]:
+    """Reads a number. Returns it, and where the next one begins."""
+    if is_checksum:
+        return _CHECKSUM.unpack_from(part, at)[0], at + _CHECKSUM.size
+    number = shift = 0
+    while part[at] > 127:
+        number |= (part[at] & 127) << shift
+        at, shift = at + 1, shift + 7
+    return number | part[at] << shift, at + 1

@@ -1,119 +1,30 @@
 """``ReplayPlan``: what the logs of all groups say of a run, in the form in which it is repeated. Pure.
 
-A *round* has the pushes that the server had added when it closed. A push whose process was killed before the answer is
-in the round that lacks so many rows.
+A *round* has the pushes that the server had added when it closed: ``logged_rounds.py`` finds them.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import combinations
-from typing import Any, Final, final
+from collections.abc import Sequence
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
+from typing import Final, final
 
 from replicax._ps.local_updates.fragment_programs import MAX_TOKENS
-from replicax._ps.local_updates.replay_file import (
-    MOST_MEMBERS,
-    GroupCall,
-    ReplayKind,
-    ReplayOfProcess,
-    ReplayRecord,
+from replicax._ps.local_updates.logged_events import (
+    LoggedAdoption,
+    LoggedCall,
+    LoggedProcess,
+    LoggedPush,
+    LoggedRound,
+    ServedVersion,
 )
+from replicax._ps.local_updates.logged_rounds import FragmentLog
+from replicax._ps.local_updates.replay_file import GroupCall, ReplayKind, ReplayOfProcess
 from replicax._src.program_kit.errors import InvalidArgumentError, UnsupportedError
 
 _NAME: Final = "rx.testing.replay_groups"
-
-
-@final
-@dataclass(frozen=True)
-class LoggedPush:
-    """A push that a process took.
-
-    Attributes:
-      group: The number of its group.
-      process: The number of its process among those of the group.
-      fragment, number, tokens: As in the log.
-    """
-
-    group: int
-    process: int
-    fragment: int
-    number: int
-    tokens: int
-
-    @property
-    def order(self) -> tuple[int, int, int]:
-        """The order in which a server has added the pushes of one group; of different groups it does not matter."""
-        return self.group, self.process, self.number
-
-
-@final
-@dataclass(frozen=True)
-class LoggedAdoption:
-    """Outer parameters that a process adopted: see ``UnmergedProgress.adopt``."""
-
-    fragment: int
-    version: int
-    keeps: tuple[int, ...]
-    drops: bool
-
-
-@final
-@dataclass(frozen=True)
-class LoggedCall:
-    """A call of a group's program in which it exchanged.
-
-    Attributes:
-      call: The method; None for ``attach``.
-      step: The steps that the process had counted.
-      events: What it did, in order.
-    """
-
-    call: GroupCall | None
-    step: int
-    events: list[LoggedPush | LoggedAdoption]
-
-
-@final
-@dataclass(frozen=True)
-class LoggedProcess:
-    """A process of a group.
-
-    Attributes:
-      group: The number of the group.
-      process: Its number among those of the group.
-      header: That of the log.
-      calls: Where it exchanged, in order. The first is ``attach``.
-      created: The fragments that it has created.
-    """
-
-    group: int
-    process: int
-    header: Mapping[str, Any]
-    calls: Sequence[LoggedCall]
-    created: frozenset[int]
-
-    @property
-    def finish_step(self) -> int | None:
-        """The number of steps after which it called ``finish``; None if it did not."""
-        return next((each.step for each in self.calls if each.call is GroupCall.FINISH), None)
-
-    @property
-    def name(self) -> str:
-        """Its name in errors."""
-        return f"group {self.group}" + (f" (process {self.process + 1})" if self.process else "")
-
-
-@final
-@dataclass(frozen=True)
-class LoggedRound:
-    """A round of a fragment: ``version`` is the version that it made."""
-
-    fragment: int
-    version: int
-    is_flush: bool
-    pushes: Sequence[LoggedPush]
 
 
 @final
@@ -126,10 +37,13 @@ class ReplayPlan:
     Attributes:
       processes: All processes, those of one group in the order of their starts.
       num_groups: The number of groups.
+      instances: By fragment the instances of its server, each with the number of restarts before it.
       rounds: The rounds by fragment and version.
+      origins: The version with which a server came back, by the fragment and the number of restarts.
       outer_checksums: The checksums of outer parameters by fragment and version, each with the process that logged it.
       push_checksums: The checksums of the pushes that were answered.
-      versions_of: The version that has a push, for pushes that are in one.
+      versions_of: The first version that has a push, for pushes that are in one.
+      num_rounds_of: The number of rounds that have a push: a restarted server may repeat a round.
       num_adoptions: How often a version of a fragment was adopted.
 
     Raises:
@@ -142,16 +56,12 @@ class ReplayPlan:
         if not parts:
             raise InvalidArgumentError(f"{_NAME} got no log. Give the logs of all groups of a run.")
         self.num_groups = _checked_headers(parts)
-        self.rounds: dict[tuple[int, int], LoggedRound] = {}
-        self.outer_checksums: defaultdict[tuple[int, int], list[tuple[LoggedProcess, int]]] = defaultdict(
-            list
-        )
+        self.outer_checksums: defaultdict[tuple[int, ServedVersion], list[tuple[LoggedProcess, int]]]
+        self.outer_checksums = defaultdict(list)
         self.push_checksums: dict[LoggedPush, int] = {}
-        self.versions_of: dict[LoggedPush, int] = {}
-        self.num_adoptions: Counter[tuple[int, int]] = Counter()
-        self._taken: dict[LoggedPush, None] = {}
-        self._closed: dict[tuple[int, int], ReplayRecord] = {}
-        self._instances: defaultdict[int, set[int]] = defaultdict(set)
+        self.num_adoptions: Counter[tuple[int, ServedVersion]] = Counter()
+        self.instances = _restarts_before(parts)
+        self._fragments = {fragment: FragmentLog(fragment) for fragment in self.instances}
         counts: Counter[int] = Counter()
         processes: list[LoggedProcess] = []
         for part in parts:
@@ -159,85 +69,102 @@ class ReplayPlan:
             processes.append(self._read(group, counts[group], part))
             counts[group] += 1
         self.processes: Sequence[LoggedProcess] = processes
-        self._check_servers()
-        self._find_rounds()
+        self._check_creations()
+        self.rounds: dict[tuple[int, ServedVersion], LoggedRound] = {}
+        self.origins: dict[tuple[int, int], ServedVersion] = {}
+        self.versions_of: dict[LoggedPush, ServedVersion] = {}
+        for fragment, log in self._fragments.items():
+            log.find_rounds(len(self.instances[fragment]))
+            self.rounds |= {(fragment, served): each for served, each in log.rounds.items()}
+            self.origins |= {(fragment, restarts): origin for restarts, origin in log.origins.items()}
+        for key in sorted(self.rounds):
+            for push in self.rounds[key].pushes:
+                self.versions_of.setdefault(push, key[1])
+        self.num_rounds_of = Counter(push for each in self.rounds.values() for push in each.pushes)
 
     def _read(self, group: int, process: int, part: ReplayOfProcess) -> LoggedProcess:
         calls = [LoggedCall(None, 0, [])]
         taken: dict[tuple[int, int], LoggedPush] = {}
         keeps: list[int] = []
-        outer: list[tuple[tuple[int, int], int]] = []
+        returns: list[int] = []
+        outer: list[tuple[tuple[int, ServedVersion], int]] = []
         created: set[int] = set()
         for record in part.records:
             fragment = record.fragment
-            if record.instance:
-                self._instances[fragment].add(record.instance)
+            restarts = self.instances.get(fragment, {}).get(record.instance, 0)
+            served = ServedVersion(restarts, record.version)
             match record.kind:
                 case ReplayKind.CALLED:
                     calls.append(LoggedCall(GroupCall(record.is_special), record.step, []))
                 case ReplayKind.CREATED:
                     created.add(fragment)
+                case ReplayKind.CLAIMED:
+                    self._fragments[fragment].claimed(group, process, restarts, record.number)
                 case ReplayKind.TAKEN:
                     tokens = min(record.tokens, MAX_TOKENS)
                     push = LoggedPush(group, process, fragment, record.number, tokens)
                     taken[fragment, record.number] = push
-                    self._taken[push] = None
+                    self._fragments[fragment].taken(push)
                     _call_at(calls, record.step).events.append(push)
                 case ReplayKind.KEPT:
                     keeps.append(record.number)
                 case ReplayKind.GIVEN:
-                    raise UnsupportedError(_RESTARTED.format(_NAME, fragment))
+                    returns.append(record.number)
                 case ReplayKind.ADOPTED:
-                    event = LoggedAdoption(fragment, record.version, tuple(keeps), bool(record.is_special))
-                    keeps = []
+                    event = LoggedAdoption(
+                        fragment, served, tuple(keeps), tuple(returns), bool(record.is_special)
+                    )
+                    keeps, returns = [], []
                     _call_at(calls, record.step).events.append(event)
-                    self.num_adoptions[fragment, record.version] += 1
-                    outer.append(((fragment, record.version), record.checksum))
+                    self.num_adoptions[fragment, served] += 1
+                    self._fragments[fragment].adopted(served)
+                    outer.append(((fragment, served), record.checksum))
                 case ReplayKind.LANDED:
                     push = taken[fragment, record.number]
                     self.push_checksums[push] = record.checksum
-                    self.versions_of[push] = record.version
+                    self._fragments[fragment].landed(push, record.version)
                 case ReplayKind.CLOSED:
-                    self._closed.setdefault((fragment, record.version), record)
+                    self._fragments[fragment].closed(served, record)
+        for each in self._fragments.values():
+            each.ended()
         read = LoggedProcess(group, process, part.header, calls, frozenset(created))
         for key, checksum in outer:
             self.outer_checksums[key].append((read, checksum))
         return read
 
-    def _check_servers(self) -> None:
+    def _check_creations(self) -> None:
         creations = Counter(fragment for each in self.processes for fragment in each.created)
-        for fragment, instances in self._instances.items():
-            if len(instances) > 1 or creations[fragment] > 1:
-                raise UnsupportedError(_RESTARTED.format(_NAME, fragment))
+        for fragment, number in creations.items():
+            if number > 1:
+                raise UnsupportedError(_BEGAN_ANEW.format(_NAME, fragment))
 
-    def _find_rounds(self) -> None:
-        landed: defaultdict[tuple[int, int], list[LoggedPush]] = defaultdict(list)
-        for push, version in self.versions_of.items():
-            landed[push.fragment, version].append(push)
-        unanswered = self._unanswered()
-        for key, record in sorted(self._closed.items()):
-            fragment, version = key
-            known = landed.pop(key, [])
-            candidates = [push for push in unanswered if push.fragment == fragment]
-            found = next((some for some in _subsets(candidates) if _fits(record, [*known, *some])), None)
-            if found is None:
-                raise InvalidArgumentError(
-                    f"{_NAME}: round {version} of fragment {fragment} has rows that no push in the logs has: it has "
-                    f"{record.tokens} rows of the groups {_groups_of(record.members)}, and the logs have pushes of "
-                    f"{[(each.group, each.tokens) for each in known]} (group, rows). Give the logs of all groups."
-                )
-            for push in found:
-                unanswered.remove(push)
-                self.versions_of[push] = version
-            pushes = sorted([*known, *found], key=lambda each: each.order)
-            self.rounds[key] = LoggedRound(fragment, version, bool(record.is_special), pushes)
 
-    def _unanswered(self) -> list[LoggedPush]:
-        """The last pushes of processes without an answer."""
-        last: dict[tuple[int, int, int], LoggedPush] = {}
-        for push in self._taken:
-            last[push.group, push.process, push.fragment] = push
-        return [push for push in last.values() if push not in self.versions_of]
+def _restarts_before(parts: Sequence[ReplayOfProcess]) -> dict[int, dict[int, int]]:
+    """Returns by fragment the instances of its server, each with the number of restarts before it."""
+    before: defaultdict[int, dict[int, set[int]]] = defaultdict(dict)
+    births: dict[int, int] = {}
+    last: dict[tuple[int, int], int] = {}
+    for part in parts:
+        for record in part.records:
+            if record.kind is not ReplayKind.CLAIMED:
+                continue
+            fragment, key = record.fragment, (part.header["group"], record.fragment)
+            if births.setdefault(fragment, record.birth) != record.birth:
+                raise UnsupportedError(_BEGAN_ANEW.format(_NAME, fragment))
+            earlier = before[fragment].setdefault(record.instance, set())
+            if last.setdefault(key, record.instance) != record.instance:
+                earlier.add(last[key])
+            last[key] = record.instance
+    restarts: dict[int, dict[int, int]] = {}
+    for fragment, graph in before.items():
+        try:
+            order = list(TopologicalSorter(graph).static_order())
+        except CycleError:
+            raise UnsupportedError(_UNORDERED.format(_NAME, fragment)) from None
+        if any(one not in graph[other] for one, other in pairwise(order)):
+            raise UnsupportedError(_UNORDERED.format(_NAME, fragment))
+        restarts[fragment] = {instance: number for number, instance in enumerate(order)}
+    return restarts
 
 
 def _call_at(calls: list[LoggedCall], step: int) -> LoggedCall:
@@ -245,24 +172,6 @@ def _call_at(calls: list[LoggedCall], step: int) -> LoggedCall:
     if calls[-1].step != step:
         calls.append(LoggedCall(GroupCall.STEP, step, []))
     return calls[-1]
-
-
-def _subsets(candidates: Sequence[LoggedPush]) -> Iterator[tuple[LoggedPush, ...]]:
-    for size in range(len(candidates) + 1):
-        yield from combinations(candidates, size)
-
-
-def _fits(record: ReplayRecord, pushes: Sequence[LoggedPush]) -> bool:
-    """True if a round with these pushes has the rows, and the groups, of the record."""
-    tokens: Counter[int] = Counter()
-    for push in pushes:
-        tokens[push.group] = min(tokens[push.group] + push.tokens, MAX_TOKENS)
-    members = sum(1 << group for group, rows in tokens.items() if rows and group < MOST_MEMBERS)
-    return members == record.members and tokens.total() == record.tokens
-
-
-def _groups_of(members: int) -> list[int]:
-    return [group for group in range(MOST_MEMBERS) if members >> group & 1]
 
 
 def _checked_headers(parts: Sequence[ReplayOfProcess]) -> int:
@@ -277,13 +186,18 @@ def _checked_headers(parts: Sequence[ReplayOfProcess]) -> int:
                 )
         if part.header["has_several_processes"]:
             raise UnsupportedError(
-                f"{_NAME}: group {part.header['group']} had several processes. A replay has one process for all groups, "
-                "which computes other bits than several. Replay runs whose groups have one process each."
+                f"{_NAME}: group {part.header['group']} had several processes. A replay is one process, and sums that several "
+                "processes compute together have other last bits in one. Replay runs whose groups have one process each; it may "
+                "have several devices."
             )
     return first["num_groups"]
 
 
-_RESTARTED: Final = (
-    "{}: the server of fragment {} was restarted, or the logs have two runs. Replay a run whose servers lived to its end, "
-    "and give each run logs of its own."
+_BEGAN_ANEW: Final = (
+    "{}: the server of fragment {} came back without a snapshot that has it, and began with the parameters of some group; or "
+    "the logs have two runs. Write snapshots more often, and give each run logs of its own."
+)
+_UNORDERED: Final = (
+    "{}: the logs do not say in which order the restarts of the server of fragment {} came: no group has met both of two "
+    "servers. Replay a run in which some group trained through all restarts, and give each run logs of its own."
 )

@@ -10,8 +10,14 @@ import numpy as np
 
 from replicax._ps.local_updates.background_exchange import ExchangedFragment
 from replicax._ps.local_updates.group_exchange import PlaceOuter
+from replicax._ps.local_updates.logged_events import (
+    LoggedAdoption,
+    LoggedProcess,
+    LoggedPush,
+    ServedVersion,
+)
 from replicax._ps.local_updates.replay_file import GroupCall, checksum_of
-from replicax._ps.local_updates.replay_plan import LoggedAdoption, LoggedProcess, LoggedPush, ReplayPlan
+from replicax._ps.local_updates.replay_plan import ReplayPlan
 from replicax._ps.local_updates.replayed_rounds import ReplayedRounds
 from replicax._ps.local_updates.state_values import StateValues
 from replicax._ps.local_updates.unmerged_progress import UnmergedProgress
@@ -47,7 +53,7 @@ class ReplayedExchange:
         fragments: Sequence[ExchangedFragment],
         place: PlaceOuter,
         steps: Callable[[], int],
-        wait_for: Callable[[int, int], None],
+        wait_for: Callable[[int, ServedVersion], None],
     ):
         self.is_finished = False
         self._process, self._plan, self._rounds, self._fragments = process, plan, rounds, fragments
@@ -61,6 +67,7 @@ class ReplayedExchange:
         self._outer: dict[int, Any] = {}
         self._adopted: dict[int, int] = {}
         self._tokens = [0] * len(fragments)
+        self._tokens_of: dict[tuple[int, int], int] = {}  # by fragment and number of the push
         self._counts = {"pushes": 0, "adoptions": 0, "lost_pushes": 0, "silent_servers": 0}
 
     def begin(self, values: Sequence[Any], timeout_s: float) -> list[Any]:
@@ -160,7 +167,7 @@ class ReplayedExchange:
         """True if the process is known as the creator of a fragment; or nobody is, and its values are version 0."""
         if any(fragment in each.created for each in self._plan.processes):
             return fragment in self._process.created
-        logged = self._plan.outer_checksums.get((fragment, 0), ())
+        logged = self._plan.outer_checksums.get((fragment, ServedVersion(0, 0)), ())
         return checksum_of(theta) in {checksum for _, checksum in logged}
 
     def _do(self, event: LoggedPush | LoggedAdoption) -> None:
@@ -172,17 +179,19 @@ class ReplayedExchange:
                 raise self._differs(
                     f"has trained on {tokens} rows at push {event.number} of fragment {fragment}, and not on {event.tokens}"
                 )
+            self._tokens_of[fragment, event.number] = tokens
             self._rounds.give(event, np.asarray(push, np.float32))
             self._counts["pushes"] += 1
             return
-        self._wait_for(fragment, event.version)
-        outer = self._place(fragment, self._rounds.outer(fragment, event.version))
+        self._wait_for(fragment, event.served)
+        outer = self._place(fragment, self._rounds.outer(fragment, event.served))
         if event.drops:
             self._tokens[fragment] = 0
+        self._tokens[fragment] += sum(self._tokens_of[fragment, number] for number in event.returns)
         self._values[fragment] = self._progress[fragment].adopt(
-            self._values[fragment], outer, keeps=event.keeps, drops=event.drops
+            self._values[fragment], outer, keeps=event.keeps, returns=event.returns, drops=event.drops
         )
-        self._outer[fragment], self._adopted[fragment] = outer, event.version
+        self._outer[fragment], self._adopted[fragment] = outer, event.served.version
         self._counts["adoptions"] += 1
 
     def _check_steps(self, step: int) -> None:

@@ -16,8 +16,9 @@ from replicax._ps.local_updates.background_exchange import (
 )
 from replicax._ps.local_updates.fragment_programs import state_of
 from replicax._ps.local_updates.int8_blocks import encoded
+from replicax._ps.local_updates.logged_events import LoggedPush, LoggedRound, ServedVersion
 from replicax._ps.local_updates.replay_file import checksum_of
-from replicax._ps.local_updates.replay_plan import LoggedPush, LoggedRound, ReplayPlan
+from replicax._ps.local_updates.replay_plan import ReplayPlan
 from replicax._ps.programs.programs import UpdateProgram
 from replicax._ps.store.store import Store
 from replicax._ps.transport.messages import Message
@@ -49,9 +50,14 @@ class ReplayedRounds:
         self._store.hello(_SESSION)
         self._fragments: Sequence[ExchangedFragment] = ()
         self._pushes: dict[LoggedPush, np.ndarray] = {}
-        self._outer: dict[tuple[int, int], np.ndarray] = {}
-        self._versions: dict[int, int] = {}  # the newest of each fragment
+        self._outer: dict[tuple[int, ServedVersion], np.ndarray] = {}
+        self._versions: dict[int, ServedVersion] = {}  # the newest of each fragment
         self._pushed: Counter[tuple[int, int]] = Counter()
+        self._uses = Counter(plan.num_rounds_of)
+        self._last_uses = {
+            (fragment, origin): restarts for (fragment, restarts), origin in plan.origins.items()
+        }
+        self._snapshots: dict[tuple[int, ServedVersion], Sequence[np.ndarray]] = {}
         self._unread = Counter(plan.num_adoptions)
 
     def join(
@@ -73,7 +79,7 @@ class ReplayedRounds:
             send_program(self._ask, program)
         for member in range(self._plan.num_groups):
             self._run(fragment, each.programs.claim, each.programs.claim_operands(member, 0, 1 + member))
-        self._note(fragment, 0)
+        self._note(fragment, ServedVersion(0, 0))
 
     def is_created(self, fragment: int) -> bool:
         """True if a process has created the fragment."""
@@ -96,7 +102,7 @@ class ReplayedRounds:
         if version is not None:
             self._pushes[push] = values
 
-    def has(self, fragment: int, version: int) -> bool:
+    def has(self, fragment: int, served: ServedVersion) -> bool:
         """Closes the rounds of which all pushes are there. True if a version was among them, now or before.
 
         Raises:
@@ -104,41 +110,69 @@ class ReplayedRounds:
         """
         if fragment not in self._versions:
             return False
-        while self._versions[fragment] < version:
-            following = self._plan.rounds.get((fragment, self._versions[fragment] + 1))
-            if following is None or not all(push in self._pushes for push in following.pushes):
+        while self._versions[fragment] < served:
+            following = self._following(fragment)
+            if following is not None:
+                if not all(push in self._pushes for push in following.pushes):
+                    return False
+                self._close(following)
+            elif not self._restart(fragment):
                 return False
-            self._close(following)
         return True
 
-    def outer(self, fragment: int, version: int) -> np.ndarray:
+    def outer(self, fragment: int, served: ServedVersion) -> np.ndarray:
         """Returns the outer parameters of a version for one adoption."""
-        key = fragment, version
+        key = fragment, served
         outer = self._outer[key]
         self._unread[key] -= 1
         if not self._unread[key]:
             del self._outer[key]
         return outer
 
+    def _following(self, fragment: int) -> LoggedRound | None:
+        """The round after the newest version, on the same server."""
+        restarts, version = self._versions[fragment]
+        return self._plan.rounds.get((fragment, ServedVersion(restarts, version + 1)))
+
+    def _restart(self, fragment: int) -> bool:
+        """Goes back to the snapshot with which the next server came. False if there was none."""
+        restarts = self._versions[fragment].restarts + 1
+        origin = self._plan.origins.get((fragment, restarts))
+        snapshot = None if origin is None else self._snapshots.get((fragment, origin))
+        if origin is None or snapshot is None:
+            return False
+        if self._last_uses[fragment, origin] == restarts:
+            del self._snapshots[fragment, origin]
+        programs = self._fragments[fragment].programs
+        keys = [key for key, _, _ in programs.shards.values()]
+        self._ask(Message({"op": "assign", "keys": keys}, list(snapshot)))
+        for group, each in enumerate(state_of(snapshot[[*programs.shards].index("rounds")]).members):
+            self._pushed[fragment, group] = each.pushed
+        self._note(fragment, ServedVersion(restarts, origin.version))
+        return True
+
     def missing(self, fragment: int) -> str:
         """Says what the next round of a fragment lacks."""
         if fragment not in self._versions:
             return f"no log says which group created fragment {fragment}"
-        version = self._versions[fragment] + 1
-        following = self._plan.rounds.get((fragment, version))
+        following = self._following(fragment)
         if following is None:
-            return f"no log has round {version} of fragment {fragment}"
+            return f"no log has the round after version {self._versions[fragment]} of fragment {fragment}"
+        version = following.served
         lacking = [push for push in following.pushes if push not in self._pushes]
         return f"round {version} of fragment {fragment} lacks pushes of the groups " + ", ".join(
             sorted({str(push.group) for push in lacking})
         )
 
     def _close(self, following: LoggedRound) -> None:
-        fragment, version = following.fragment, following.version
+        fragment, (_, version) = following.fragment, following.served
         each = self._fragments[fragment]
         programs = each.programs
         for push in following.pushes:
-            values = self._pushes.pop(push)
+            values = self._pushes[push]
+            self._uses[push] -= 1
+            if not self._uses[push]:
+                del self._pushes[push]
             after = self._pushed[fragment, push.group]
             self._pushed[fragment, push.group] += 1
             sent = encoded(values) if programs.is_compressed else [values]
@@ -148,11 +182,14 @@ class ReplayedRounds:
         operands = programs.close_operands(version - 1, 1, each.rate, each.decay, is_flush=following.is_flush)
         closed = state_of(self._run(fragment, programs.close, operands)[0]).version
         assert closed == version, (closed, version)
-        self._note(fragment, version)
+        self._note(fragment, following.served)
 
-    def _note(self, fragment: int, version: int) -> None:
+    def _note(self, fragment: int, version: ServedVersion) -> None:
         self._versions[fragment] = version
         key = fragment, version
+        if key in self._last_uses:
+            names = self._fragments[fragment].programs.shards
+            self._snapshots[key] = [np.array(self._run(fragment, None, [], name)[0]) for name in names]
         logged = self._plan.outer_checksums.get(key)
         if not logged:
             return
@@ -163,7 +200,7 @@ class ReplayedRounds:
                 raise ReplayDifferenceError(
                     f"The replay differs from the run in the outer parameters of version {version} of fragment {fragment}: "
                     f"their checksum is {checksum:08x}, and the log of {process.name} has {other:08x}. "
-                    + (_OF_ROUND if version else _OF_FIRST)
+                    + (_OF_ROUND if version.version else _OF_FIRST)
                 )
         self.num_compared += 1
 
