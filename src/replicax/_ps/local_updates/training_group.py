@@ -40,6 +40,7 @@ from replicax._src.program_kit.variables import use_imported
 _logger = logging.getLogger("replicax")
 _NAME: Final = "rx.experimental.LocalUpdates"
 _COMPRESSIONS: Final = ("int8", None)
+_FROZEN: Final = "frozen weight {} (all groups must load or seed it alike)"
 
 
 @final
@@ -76,7 +77,8 @@ class LocalUpdates:
 
     Parameters of any floating dtype travel as float32; float64 is rounded. Arrays without gradients, as the statistics
     of BatchNorm, are a fragment of their own, of which groups take the mean. Integers and random keys stay in the
-    group.
+    group. So do frozen weights of a Keras model, which must be equal in all groups: those of layers with
+    ``trainable=False``, those that a layer made trainable and that no longer are, and those of ``Normalization``.
 
     It does not compute what synchronous training computes: between two rounds groups train on different parameters.
 
@@ -414,7 +416,7 @@ class LocalUpdates:
         values = [each.values.flat(attached.read(each.numbers)) for each in fragments]
         self._fragments, self._processes = fragments, processes
         try:
-            adopted = self._all_of_leader(lambda: self._connected(attached.specs, values))
+            adopted = self._all_of_leader(lambda: self._connected(attached, values))
             self._version = processes.agreed(lambda: self._leading.version)
         except BaseException:
             self._processes = None
@@ -431,9 +433,7 @@ class LocalUpdates:
             self.index, self.num_groups, len(fragments), self._every, ", ".join(self._place.syncers),
         )  # fmt: skip
 
-    def _connected(
-        self, specs: Sequence[TravellingArray], values: Sequence[jax.Array]
-    ) -> Sequence[jax.Array]:
+    def _connected(self, attached: AttachedArrays, values: Sequence[jax.Array]) -> Sequence[jax.Array]:
         """Begins the exchange. Returns the outer parameters."""
         assert self._place is not None
         devices = [next(iter(each.devices())) for each in values]
@@ -446,7 +446,7 @@ class LocalUpdates:
             return self._exchange.begin(values, self._start_limit_s)
         syncers = self._syncers = Syncers(self._place.syncers, self.index, self.num_groups)
         syncers.greet(self._start_limit_s)
-        syncers.agree(self._settings(specs))
+        syncers.agree(self._settings(attached))
         exchange = self._exchange = BackgroundExchange(
             self.index,
             self.num_groups,
@@ -546,7 +546,8 @@ class LocalUpdates:
             **update,
         )
 
-    def _settings(self, specs: Sequence[TravellingArray]) -> GroupSettings:
+    def _settings(self, attached: AttachedArrays) -> GroupSettings:
+        specs = attached.specs
         described = self._optimizer
         if isinstance(described, OuterTransformation):
             described = f"the program {self._programs(0, optimizer=described).close.digest}"
@@ -560,6 +561,10 @@ class LocalUpdates:
                 ("compression", str(self._compression)),
                 ("the number of parameters", str(len(specs))),
                 *((f"parameter {at}", f"{spec.described}\t{spec.name}") for at, spec in enumerate(specs)),
+                *(
+                    (_FROZEN.format(at), f"{text}\t{name}")
+                    for at, (name, text) in enumerate(attached.frozen())
+                ),
                 ("outer_optimizer", str(described)),
             ],
         )
