@@ -24,6 +24,7 @@ from replicax._ps.local_updates.int8_blocks import encoded
 from replicax._ps.local_updates.member_rules import MemberRules
 from replicax._ps.local_updates.replay_file import GroupCall, ReplayWriter, checksum_of
 from replicax._ps.local_updates.state_values import StateValues
+from replicax._ps.local_updates.stored_position import StoredPosition
 from replicax._ps.local_updates.unmerged_progress import UnmergedProgress
 from replicax._ps.programs.programs import UpdateProgram
 from replicax._ps.transport.messages import Message
@@ -96,6 +97,9 @@ class BackgroundExchange:
         self._instances: dict[int, str] = {}  # that answered last
         self._checksums: dict[int, int] = {}  # of the outer parameters
         self._sent: dict[int, tuple[int, int]] = {}  # the push that was sent last, and its checksum
+        self._position = StoredPosition().encoded()  # of the group, at the boundary that it has reached
+        self._position_of: dict[int, np.ndarray] = {}  # at the last push of each fragment
+        self._stored: dict[int, StoredPosition] = {}  # at the last push of the process before
         self._created: dict[
             int, tuple[int, int]
         ] = {}  # the birth and the checksum of what this process creates
@@ -139,6 +143,15 @@ class BackgroundExchange:
         """Notes for a replay that the group exchanges now, after so many steps."""
         if self._log is not None:
             self._log.called(steps, call)
+
+    @property
+    def position(self) -> StoredPosition:
+        """The position of the group at its last push before this process began."""
+        return max(self._stored.values(), key=lambda each: each.steps, default=StoredPosition())
+
+    def note_position(self, position: StoredPosition) -> None:
+        """Notes the position that the next pushes have."""
+        self._position = position.encoded()
 
     def boundary(self, fragment: int, values: Any, tokens: int) -> Any:
         """Exchanges a fragment after the steps between two boundaries. Returns its values to go on with; never waits.
@@ -268,6 +281,7 @@ class BackgroundExchange:
             match action:
                 case actions.TakeProgress(fragment, number):
                     self._progress[fragment].take(number, self._values[fragment])
+                    self._position_of[fragment] = self._position
                     self._counts["pushes"] += 1
                     if self._log is not None:
                         self._log.taken(fragment, number, self._rules.tokens_of(fragment, number))
@@ -386,7 +400,10 @@ class BackgroundExchange:
                 self._create(fragment, payload)
                 programs = self._fragments[fragment].programs
                 operands = programs.claim_operands(self._member, expected, self._owner)
-                return self._step(fragment, programs.claim, operands)
+                answer = self._step(fragment, programs.claim, operands, ("rounds", "positions"))
+                stored = StoredPosition.decoded(np.asarray(answer.arrays[1])[self._member])
+                self._stored.setdefault(fragment, stored)
+                return answer
             case actions.SendPush(fragment, number, after, tokens, is_last, stops):
                 programs = self._fragments[fragment].programs
                 values = np.asarray(payload, np.float32)
@@ -395,7 +412,7 @@ class BackgroundExchange:
                 operands = programs.push_operands(
                     self._member, self._owner, number, after, tokens,
                     encoded(values) if programs.is_compressed else [values],
-                    is_last=is_last, stops=stops,
+                    is_last=is_last, stops=stops, position=self._position_of[fragment],
                 )  # fmt: skip
                 return self._step(fragment, programs.push, operands)
             case actions.SendClose(fragment, version, quorum, is_flush):

@@ -21,6 +21,7 @@ from replicax._ps.local_updates.fragment_rules import ExchangeOptions
 from replicax._ps.local_updates.fragment_split import allowed_steps, offsets_of, split_evenly
 from replicax._ps.local_updates.fragment_values import FragmentValues
 from replicax._ps.local_updates.group_exchange import GroupExchange, JoinReplay
+from replicax._ps.local_updates.group_positions import GroupPositions, ResumableData
 from replicax._ps.local_updates.group_processes import GroupProcesses
 from replicax._ps.local_updates.group_settings import GroupSettings
 from replicax._ps.local_updates.group_status import show_groups
@@ -199,6 +200,7 @@ class LocalUpdates:
         self._fragments: list[_Fragment] = []
         self._due: dict[int, list[int]] = {}  # the fragments of a boundary, by its step modulo ``every``
         self._processes: GroupProcesses | None = None
+        self._positions: GroupPositions | None = None
         self._syncers: Syncers | None = None
         self._exchange: GroupExchange | None = None  # None in the processes that do not lead
         self._adopts_at_once: GroupExchange | None = None
@@ -242,13 +244,15 @@ class LocalUpdates:
 
     # --- the training -----------------------------------------------------------------------------------
 
-    def attach(self, model: Any) -> Any:
+    def attach(self, model: Any, *, data: ResumableData | None = None) -> Any:
         """Says what is exchanged, and adopts the outer parameters. The first group creates them from its own.
 
         Call it once, before the first step. It waits for the syncers, and not for other groups.
 
         Args:
           model: A Keras model that is built, an nnx model, a pytree of variables, or a pytree of arrays.
+          data: The iterator over the group's data, with ``get_state`` and ``set_state``, as those of ``rx.data`` have.
+            Its position is stored with each push, and a group that restarts moves it to that of its last push.
 
         Returns:
           The model; or the pytree with the outer parameters, to train on.
@@ -268,6 +272,13 @@ class LocalUpdates:
         attached = AttachedArrays(model)
         if self._place is not None:
             self._begin(attached)
+            assert self._processes is not None
+            self._positions = GroupPositions(self._processes, data)
+            if position := self._positions.resumed(lambda: self._leading.position):
+                _logger.info(
+                    "LocalUpdates: group %d has started again. Its last push was after %d steps and %d rows.",
+                    self.index, position.steps, position.tokens,
+                )  # fmt: skip
         self._attached = attached
         self._params = attached.tree if attached.is_pytree else None
         return self._params if attached.is_pytree else model
@@ -578,12 +589,17 @@ class LocalUpdates:
             attached.replace(params)
         elif 0 in due:
             attached.check_not_replaced()
+        position = None
+        if due and self._positions is not None:
+            position = self._positions.now(self._num_steps, self._num_tokens)
         own: dict[int, jax.Array] = {}
         adopted: dict[int, jax.Array] = {}
 
         def exchange_own() -> list[int | bool]:
             exchange = self._leading
             exchange.note_call(self._num_steps, call)
+            if position is not None:
+                exchange.note_position(position)
             for number in sorted({*due, *exchange.fetched}):
                 fragment = self._fragments[number]
                 own[number] = fragment.values.flat(attached.read(fragment.numbers))
