@@ -22,9 +22,10 @@ rx.Server({"ps": [sys.argv[1]]}, "ps", 0, config=options).join()
 """
 GROUP = """
 import itertools, json, os, sys, time
-import jax, jax.numpy as jnp, numpy as np
+import logging, jax, jax.numpy as jnp, numpy as np
 import replicax as rx
 
+logging.basicConfig(level="INFO")
 groups = rx.experimental.LocalUpdates(every=10, fragments=2, quorum=2, compression="int8", patience_s=5.0)
 params = groups.attach({"w": jnp.full(300, float(groups.index)), "b": jnp.zeros(5)})
 trained = jax.jit(lambda p, step: jax.tree.map(lambda a: a - 0.01 * (a - jnp.sin(step)), p))
@@ -129,3 +130,32 @@ def test_kill_of_a_group_and_of_the_syncer_stops_nobody(processes, tmp_path):
     for index in range(2):
         silent = [line for line in processes.lines(f"group {index}") if "does not answer" in line]
         assert 1 <= len(silent) <= 2
+
+
+def test_all_killed_at_once_and_started_again_go_on_from_the_snapshot(processes, tmp_path):
+    def start(again):
+        address = f"localhost:{free_ports(1)[0]}"  # as the launcher, which takes other ports
+        processes.start(f"syncer{again}", SYNCER, address, str(tmp_path / "snapshots"))
+        for index in range(2):
+            processes.start(
+                f"group {index}{again}", GROUP, str(tmp_path / "stop"),
+                REPLICAX_SYNCERS=address, REPLICAX_START_TIMEOUT_S="60", REPLICAX_GROUP=f"{index}/2",
+            )  # fmt: skip
+
+    start("")
+    processes.wait_for("group 0", has_version(8))
+    for name in list(processes.running):
+        processes.kill(name)
+    start(" again")
+    for index in range(2):
+        (first, *_) = processes.wait_for(f"group {index} again", has_version(0))
+        assert int(first.split()[1]) >= 2  # the snapshot is at most 0.5 s older
+        (said,) = processes.wait_for(f"group {index} again", lambda line: "has started again" in line)
+        assert int(said.split("after ")[1].split()[0]) >= 20
+    (tmp_path / "stop").touch()
+    ends = []
+    for index in range(2):
+        (end,) = processes.wait_for(f"group {index} again", lambda line: line.startswith('{"w"'), 120.0)
+        ends.append(json.loads(end))
+    assert ends[0]["w"] == ends[1]["w"]
+    assert [end["lost_pushes"] for end in ends] == [0, 0]
