@@ -14,7 +14,7 @@ def test_position_comes_back_and_nothing_stored_is_the_beginning():
 
 
 def test_position_that_cannot_be_stored_or_read_says_what_to_do():
-    with pytest.raises(InvalidArgumentError, match=r"bytes, compressed, and the syncers store 2046"):
+    with pytest.raises(InvalidArgumentError, match=r"bytes, compressed, and the syncers store 1022"):
         StoredPosition(data=[np.random.default_rng(0).bytes(2500).hex()]).encoded()
     with pytest.raises(InvalidArgumentError, match="no JSON value"):
         StoredPosition(data=[{1}]).encoded()

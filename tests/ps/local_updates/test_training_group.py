@@ -194,18 +194,22 @@ def test_push_that_is_not_finite_is_named_with_its_group_which_adopts_the_outer_
 
 
 def test_group_that_restarts_goes_on_with_its_data_where_its_last_push_was(group, caplog):
-    data = rx.data.Dataset.from_tensor_slices(np.arange(40.0, dtype=np.float32)).shuffle(40, seed=3).batch(2)
     strategy = rx.OneDeviceStrategy("cpu:0")
-    rows = [np.asarray(batch).tolist() for batch in strategy.experimental_distribute_dataset(data)]
+
+    def batches():
+        data = rx.data.from_arrays(np.arange(40.0, dtype=np.float32)).shuffle(40, seed=3).batch(2)
+        return iter(strategy.experimental_distribute_dataset(data))
+
+    rows = [np.asarray(batch).tolist() for batch in batches()]
 
     def train(num_steps, begin):
         options = {"every": 4, "fragments": 2, "patience_s": 0.0, "grace_s": 0.0}
-        groups, iterator = group(0, 2, **options), iter(strategy.experimental_distribute_dataset(data))
+        groups, iterator = group(0, 2, **options), batches()
         params = groups.attach({"w": jnp.zeros(3), "b": jnp.zeros(2)}, data=iterator)
         for step in range(begin, begin + num_steps):
             assert np.asarray(next(iterator)).tolist() == rows[step]
-            params = groups.step(params, tokens=2)
-        groups.wait(WAIT_S)
+            groups.step(params, tokens=2)
+            params = groups.wait(WAIT_S)
         return groups
 
     train(7, 0).close()  # killed after step 7: its last push was that of the second fragment, after step 6

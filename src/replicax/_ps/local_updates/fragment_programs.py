@@ -4,7 +4,7 @@
 came before, or too late, changes nothing. So requests may be repeated, and need no number.
 
 The shards are ``theta`` and ``momentum``, float32 [n]; ``slots``, float32 [members, n], with what each member has
-pushed in the open round; ``positions``, uint8 [members, 2048], with the ``StoredPosition`` of each member's last
+pushed in the open round; ``positions``, uint8 [members, 1024], with the ``StoredPosition`` of each member's last
 push; ``rounds``, int32 [1 + members, 5], which is a ``RoundState``; and ``history``, int32 [64, 2
 + members], whose row ``version % 64`` has the version, 1 if it was a flush, and the tokens of each member.
 """

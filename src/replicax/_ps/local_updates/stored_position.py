@@ -13,7 +13,7 @@ import numpy as np
 from replicax._src.program_kit.errors import InvalidArgumentError
 from replicax._src.program_kit.texts import TextError, read_json
 
-NUM_POSITION_BYTES: Final = 2048
+NUM_POSITION_BYTES: Final = 1024
 _NUM_OF_LENGTH: Final = 2
 
 

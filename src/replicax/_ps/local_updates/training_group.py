@@ -590,7 +590,7 @@ class LocalUpdates:
         elif 0 in due:
             attached.check_not_replaced()
         position = None
-        if due and self._positions is not None:
+        if due and self._positions is not None and call is GroupCall.STEP:  # later the data may be closed
             position = self._positions.now(self._num_steps, self._num_tokens)
         own: dict[int, jax.Array] = {}
         adopted: dict[int, jax.Array] = {}
