@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import replicax as rx
+from replicax._ps.local_updates.attached_arrays import AttachedArrays
 from replicax.errors import ContextError, InvalidArgumentError, UnsupportedError
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")  # Keras saves so
@@ -220,3 +221,36 @@ def test_bad_arguments_say_what_to_write(group):
         fit(model_of(0, steps_per_execution=4), groups)
     with pytest.raises(UnsupportedError, match="SwapEMAWeights"):
         fit(model_of(0), groups, keras.callbacks.SwapEMAWeights())
+
+
+def frozen_model(seed, seed_of_frozen):
+    """A frozen block, then one that is tuned by LoRA."""
+    layers = [
+        keras.Input((3,)),
+        keras.layers.Normalization(),
+        keras.layers.Dense(4),
+        keras.layers.BatchNormalization(),
+    ]
+    keras.utils.set_random_seed(seed_of_frozen)
+    block, tuned = keras.Sequential(layers), keras.layers.Dense(2)
+    tuned.build((None, 4))
+    block.trainable = False
+    keras.utils.set_random_seed(seed)
+    tuned.enable_lora(1)
+    return keras.Sequential([block, tuned, keras.layers.BatchNormalization()])
+
+
+def test_frozen_weights_stay_in_their_groups_and_must_be_equal(group):
+    groups = [group(number, 3) for number in range(3)]
+    models = [frozen_model(number, seed_of_frozen) for number, seed_of_frozen in enumerate((7, 7, 8))]
+    travelling = {spec.name.rpartition("/")[2]: spec.is_state for spec in AttachedArrays(models[0]).specs}
+    trained = ("bias", "lora_kernel_a", "lora_kernel_b", "gamma", "beta")
+    assert travelling == {**dict.fromkeys(trained, False), "moving_mean": True, "moving_variance": True}
+    assert len(AttachedArrays(models[0]).specs) == 7
+    for each, model in zip(groups[:2], models, strict=False):
+        each.attach(model)
+    assert_equal(values_of(models[0]), values_of(models[1]))
+    with pytest.raises(
+        InvalidArgumentError, match=r"seed it alike\) is .*kernel\) in group 2, and .* in group 0"
+    ):
+        groups[2].attach(models[2])

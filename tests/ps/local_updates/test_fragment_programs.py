@@ -12,6 +12,7 @@ from ps_simulation.round_model import NOT_FINITE, RoundModel
 from replicax._ps.local_updates.int8_blocks import decoded, encoded
 from replicax._ps.local_updates.outer_optimizer import OuterTransformation, outer_optimizer_of
 from replicax._ps.local_updates.round_state import REFUSED
+from replicax._ps.local_updates.stored_position import StoredPosition
 from replicax.errors import InvalidArgumentError
 
 SIZE = 300  # more than a block
@@ -55,12 +56,14 @@ def test_all_orders_of_four_pushes_give_one_bit_pattern(either):
 def test_repeated_and_late_requests_change_nothing(either):
     store = fresh(either)
     one, two = pushes(2)
-    state = store.push(0, 10, 1, 0, 7, one)
+    first, other = StoredPosition(30, 210), StoredPosition(60, 420)
+    state = store.push(0, 10, 1, 0, 7, one, position=first.encoded())
+    assert StoredPosition.decoded(store.read("positions")[0]) == first
     assert (state.members[0].pushed, state.members[0].landed, state.members[0].tokens) == (1, 0, 7)
     before = store.bits
     store.push(0, 10, 1, 0, 7, one)  # again
     store.push(0, 10, 3, 2, 7, two)  # the server lacks push 2
-    store.push(0, 99, 1, 0, 7, two)  # another process
+    store.push(0, 99, 1, 0, 7, two, position=other.encoded())  # another process
     store.claim(0, 0, 99)  # the slot is taken
     store.close(1)  # another version
     store.close(0, 2)  # one member has pushed
@@ -70,7 +73,9 @@ def test_repeated_and_late_requests_change_nothing(either):
     store.close(0)
     store.close(1)  # nothing was pushed
     assert store.bits == before
-    assert store.push(0, 10, 2, 1, 7, two).members[0].landed == 1
+    assert store.push(0, 10, 2, 1, 7, two, position=other.encoded()).members[0].landed == 1
+    assert StoredPosition.decoded(store.read("positions")[0]) == other
+    assert StoredPosition.decoded(store.read("positions")[1]) == StoredPosition()
 
 
 def test_push_that_is_not_finite_is_refused_and_counts_as_pushed(either):

@@ -43,10 +43,11 @@ def train(groups, after=lambda step: None):
 GROUP = (
     TRAIN
     + """
-import json, os, sys, time
+import json, logging, os, sys, time
 import numpy as np
 import replicax as rx
 
+logging.basicConfig(level="INFO")
 groups = rx.experimental.LocalUpdates(every=10, fragments=2, quorum=2, compression="int8", patience_s=5.0)
 last, gap, steps = None, 0.0, 0
 
@@ -189,3 +190,32 @@ def test_launched_run_with_a_killed_and_a_slow_group_is_replayed(processes, tmp_
     (tmp_path / "stop").touch()
     assert processes.running["job"].wait(120) == 0, processes.lines("job")[-20:]
     assert_replayed(runs, processes=4)
+
+
+def test_all_killed_at_once_and_started_again_go_on_from_the_snapshot(processes, tmp_path):
+    def start(again):
+        address = f"localhost:{free_ports(1)[0]}"  # as the launcher, which takes other ports
+        processes.start(f"syncer{again}", SYNCER, address, str(tmp_path / "snapshots"))
+        for index in range(2):
+            processes.start(
+                f"group {index}{again}", GROUP, str(tmp_path / "stop"),
+                REPLICAX_SYNCERS=address, REPLICAX_START_TIMEOUT_S="60", REPLICAX_GROUP=f"{index}/2",
+            )  # fmt: skip
+
+    start("")
+    processes.wait_for("group 0", has_version(4), 120.0)
+    for name in list(processes.running):
+        processes.kill(name)
+    start(" again")
+    for index in range(2):
+        (first, *_) = processes.wait_for(f"group {index} again", has_version(0), 120.0)
+        assert int(first.split()[1]) >= 1  # the snapshot is at most 0.5 s older
+        (said,) = processes.wait_for(f"group {index} again", lambda line: "has started again" in line)
+        assert int(said.split("after ")[1].split()[0]) >= 10
+    (tmp_path / "stop").touch()
+    ends = []
+    for index in range(2):
+        (end,) = processes.wait_for(f"group {index} again", lambda line: line.startswith('{"w"'), 120.0)
+        ends.append(json.loads(end))
+    assert ends[0]["w"] == ends[1]["w"]
+    assert [end["lost_pushes"] for end in ends] == [0, 0]

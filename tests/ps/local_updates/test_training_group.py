@@ -195,6 +195,33 @@ def test_push_that_is_not_finite_is_named_with_its_group_which_adopts_the_outer_
     assert groups[0].statistics()["lost_pushes"] == 1
 
 
+def test_group_that_restarts_goes_on_with_its_data_where_its_last_push_was(group, caplog):
+    strategy = rx.OneDeviceStrategy("cpu:0")
+
+    def batches():
+        data = rx.data.from_arrays(np.arange(40.0, dtype=np.float32)).shuffle(40, seed=3).batch(2)
+        return iter(strategy.experimental_distribute_dataset(data))
+
+    rows = [np.asarray(batch).tolist() for batch in batches()]
+
+    def train(num_steps, begin):
+        options = {"every": 4, "fragments": 2, "patience_s": 0.0, "grace_s": 0.0}
+        groups, iterator = group(0, 2, **options), batches()
+        params = groups.attach({"w": jnp.zeros(3), "b": jnp.zeros(2)}, data=iterator)
+        for step in range(begin, begin + num_steps):
+            assert np.asarray(next(iterator)).tolist() == rows[step]
+            groups.step(params, tokens=2)
+            params = groups.wait(WAIT_S)
+        return groups
+
+    train(7, 0).close()  # killed after step 7: its last push was that of the second fragment, after step 6
+    with caplog.at_level("INFO", "replicax"):
+        train(4, 6).close()
+        train(2, 10).finish(WAIT_S)
+    said = [line for line in caplog.messages if "has started again" in line]
+    assert ["after 6 steps and 12 rows" in said[0], "after 10 steps and 20 rows" in said[1]] == [True, True]
+
+
 def test_program_without_groups_runs_unchanged_and_says_so(monkeypatch, caplog):
     monkeypatch.delenv("REPLICAX_GROUP", raising=False)
     with caplog.at_level("INFO", "replicax"):

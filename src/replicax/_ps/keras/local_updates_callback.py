@@ -33,6 +33,10 @@ class LocalUpdatesCallback(SurroundingCallback):
     a slow group and in one that joins late, ``optimizer.iterations`` rises to ``groups.version * groups.every``. It
     stays as it is if the learning rate is a number, and with ``gradient_accumulation_steps``.
 
+    A group that was killed and starts again logs after how many steps and rows its last push was. Its ``fit`` begins
+    with the first row, or where ``CheckpointCallback`` resumes; a loop of one's own goes on there
+    (``groups.attach(model, data=iterator)``).
+
     Without ``REPLICAX_GROUP`` the training is bit-identical to one without this callback.
 
     Args:

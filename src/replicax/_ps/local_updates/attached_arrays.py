@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, final
 
 import jax
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax._ps.local_updates.fragment_values import beside, on_one_device
+from replicax._ps.local_updates.replay_file import checksum_of
 from replicax._src.program_kit.errors import InvalidArgumentError, StructureError, UnsupportedError
 from replicax._src.program_kit.traced_programs import Topology
 from replicax._src.program_kit.variables import owner_of_table, strategy_for_new_variable
@@ -46,13 +47,14 @@ class TravellingArray:
 @final
 @dataclass(frozen=True, eq=False)
 class HeldVariable:
-    """A variable, and how its value is read and replaced."""
+    """A variable, and how its value is read and replaced. A frozen one never changes, and does not travel."""
 
     name: str
     variable: Any
     is_state: bool
     read: Callable[[Any], Any]
     write: Callable[[Any, Any], object]
+    is_frozen: bool = False
 
 
 @final
@@ -64,7 +66,7 @@ class AttachedArrays:
 
     Attributes:
       model: What was attached.
-      specs: The arrays that travel. Integers, booleans and random keys do not.
+      specs: The arrays that travel. Integers, booleans, random keys and frozen weights do not.
       is_pytree: True if it has arrays and no variables: then ``tree`` and ``replace`` are used.
 
     Raises:
@@ -86,7 +88,10 @@ class AttachedArrays:
         else:
             _check_distinct(self._all_holders)
             found = [(each.name, each.read(each.variable), each.is_state) for each in self._all_holders]
-        travelling = [at for at, (name, value, _) in enumerate(found) if _travels(name, value)]
+        floating = [at for at, (name, value, _) in enumerate(found) if _is_floating(name, value)]
+        holders = self._all_holders or []
+        self._frozen = [holders[at] for at in floating if holders and holders[at].is_frozen]
+        travelling = [at for at in floating if not holders or not holders[at].is_frozen]
         if not travelling:
             raise InvalidArgumentError(
                 f"{_NAME}.attach got {type(attached).__name__} without floating-point values: got {len(found)} values. Attach "
@@ -107,6 +112,13 @@ class AttachedArrays:
         if self._all_holders:
             strategy, _ = owner_of_table(self._all_holders[0].variable)
         return (strategy or strategy_for_new_variable()).topology
+
+    def frozen(self) -> list[tuple[str, str]]:
+        """Returns the name of each frozen weight, with a text that differs if its values differ."""
+        self._sync()
+        values = [np.asarray(on_one_device(each.read(each.variable))) for each in self._frozen]
+        described = [f"{each.dtype}{list(each.shape)} of checksum {checksum_of(each):08x}" for each in values]
+        return [(each.name, text) for each, text in zip(self._frozen, described, strict=True)]
 
     def read(self, numbers: Sequence[int]) -> list[Any]:
         """Returns the values of arrays by their numbers in ``specs``."""
@@ -183,8 +195,7 @@ def _holders_of(attached: Any) -> list[HeldVariable] | None:
     """Returns the variables of a model or of a pytree of variables; None if it has arrays."""
     keras, nnx = sys.modules.get("keras"), sys.modules.get("flax.nnx")
     if keras is not None and isinstance(attached, keras.Layer):
-        trained = [_assigned(each, is_state=False) for each in attached.trainable_weights]
-        return [*trained, *(_assigned(each, is_state=True) for each in attached.non_trainable_weights)]
+        return list(_of_keras(attached))
     if nnx is not None and isinstance(attached, nnx.Module):
         return list(_of_nnx(nnx, attached))
     leaves = jax.tree_util.tree_leaves(attached, is_leaf=_is_variable)
@@ -204,6 +215,13 @@ def _holders_of(attached: Any) -> list[HeldVariable] | None:
         else _assigned(each, is_state=not getattr(each, "trainable", True))
         for each in leaves
     ]
+
+
+def _of_keras(model: Any) -> Iterator[HeldVariable]:
+    from replicax._ps.keras.exchanged_weights import weights_with_kinds  # it loads Keras
+
+    for weight, is_state, is_frozen in weights_with_kinds(model):
+        yield replace(_assigned(weight, is_state=is_state), is_frozen=is_frozen)
 
 
 def _is_variable(value: Any) -> bool:
@@ -254,7 +272,7 @@ def _check_distinct(holders: Sequence[HeldVariable]) -> None:
         seen.add(id(each.variable))
 
 
-def _travels(name: str, value: Any) -> bool:
+def _is_floating(name: str, value: Any) -> bool:
     dtype = getattr(value, "dtype", None)
     if dtype is None or getattr(value, "shape", None) is None:
         raise InvalidArgumentError(

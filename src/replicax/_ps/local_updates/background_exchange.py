@@ -25,6 +25,7 @@ from replicax._ps.local_updates.member_rules import MemberRules
 from replicax._ps.local_updates.replay_file import GroupCall, ReplayWriter, checksum_of
 from replicax._ps.local_updates.round_state import RoundState
 from replicax._ps.local_updates.state_values import StateValues
+from replicax._ps.local_updates.stored_position import StoredPosition
 from replicax._ps.local_updates.unmerged_progress import UnmergedProgress, moved
 from replicax._ps.programs.programs import UpdateProgram
 from replicax._ps.transport.messages import Message
@@ -99,6 +100,9 @@ class BackgroundExchange:
         self._claimed: dict[int, str] = {}  # the instance of which the log is
         self._checksums: dict[int, int] = {}  # of the outer parameters
         self._sent: dict[int, tuple[int, int]] = {}  # the push that was sent last, and its checksum
+        self._position = StoredPosition().encoded()  # of the group, at the boundary that it has reached
+        self._position_of: dict[int, np.ndarray] = {}  # at the last push of each fragment
+        self._stored: dict[int, StoredPosition] = {}  # at the last push of the process before
         self._created: dict[
             int, tuple[int, int]
         ] = {}  # the birth and the checksum of what this process creates
@@ -142,6 +146,15 @@ class BackgroundExchange:
         """Notes for a replay that the group exchanges now, after so many steps."""
         if self._log is not None:
             self._log.called(steps, call)
+
+    @property
+    def position(self) -> StoredPosition:
+        """The position of the group at its last push before this process began."""
+        return max(self._stored.values(), key=lambda each: each.steps, default=StoredPosition())
+
+    def note_position(self, position: StoredPosition) -> None:
+        """Notes the position that the next pushes have."""
+        self._position = position.encoded()
 
     def boundary(self, fragment: int, values: Any, tokens: int) -> Any:
         """Exchanges a fragment after the steps between two boundaries. Returns its values to go on with; never waits.
@@ -271,6 +284,7 @@ class BackgroundExchange:
             match action:
                 case actions.TakeProgress(fragment, number):
                     self._progress[fragment].take(number, self._values[fragment])
+                    self._position_of[fragment] = self._position
                     self._counts["pushes"] += 1
                     if self._log is not None:
                         self._log.taken(fragment, number, self._rules.tokens_of(fragment, number))
@@ -400,7 +414,10 @@ class BackgroundExchange:
                 self._create(fragment, payload)
                 programs = self._fragments[fragment].programs
                 operands = programs.claim_operands(self._member, expected, self._owner)
-                return self._step(fragment, programs.claim, operands)
+                answer = self._step(fragment, programs.claim, operands, ("rounds", "positions"))
+                stored = StoredPosition.decoded(np.asarray(answer.arrays[1])[self._member])
+                self._stored.setdefault(fragment, stored)
+                return answer
             case actions.SendPush(fragment, number, after, tokens, is_last, stops):
                 programs = self._fragments[fragment].programs
                 values = np.asarray(payload, np.float32)
@@ -409,7 +426,7 @@ class BackgroundExchange:
                 operands = programs.push_operands(
                     self._member, self._owner, number, after, tokens,
                     encoded(values) if programs.is_compressed else [values],
-                    is_last=is_last, stops=stops,
+                    is_last=is_last, stops=stops, position=self._position_of[fragment],
                 )  # fmt: skip
                 return self._step(fragment, programs.push, operands)
             case actions.SendClose(fragment, version, quorum, is_flush):

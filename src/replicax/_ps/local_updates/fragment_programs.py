@@ -4,7 +4,8 @@
 came before, or too late, changes nothing. So requests may be repeated, and need no number.
 
 The shards are ``theta`` and ``momentum``, float32 [n]; ``slots``, float32 [members, n], with what each member has
-pushed in the open round; ``rounds``, int32 [1 + members, 5], which is a ``RoundState``; and ``history``, int32 [64, 2
+pushed in the open round; ``positions``, uint8 [members, 1024], with the ``StoredPosition`` of each member's last
+push; ``rounds``, int32 [1 + members, 5], which is a ``RoundState``; and ``history``, int32 [64, 2
 + members], whose row ``version % 64`` has the version, 1 if it was a flush, and the tokens of each member.
 """
 
@@ -22,6 +23,7 @@ import numpy as np
 from replicax._ps.local_updates.int8_blocks import BLOCK, num_blocks
 from replicax._ps.local_updates.outer_optimizer import OuterTransformation
 from replicax._ps.local_updates.round_state import REFUSED, MemberState, RoundState
+from replicax._ps.local_updates.stored_position import NUM_POSITION_BYTES, StoredPosition
 from replicax._ps.programs.programs import UpdateProgram
 from replicax._src.program_kit.traced_programs import export
 
@@ -78,18 +80,22 @@ class FragmentPrograms:
             **dict.fromkeys(self._state, ((size,), np.float32)),
             **{name: (leaf.shape, leaf.dtype.type) for name, leaf in zip(self._state, first, strict=False)},
             "slots": ((num_members, size), np.float32),
+            "positions": ((num_members, NUM_POSITION_BYTES), np.uint8),
             "rounds": ((1 + num_members, len(MemberState._fields)), np.int32),
             "history": ((NUM_IN_HISTORY, 2 + num_members), np.int32),
         }
         self.shards = {
             name: (f"{key}/{name}", shape, np.dtype(dtype)) for name, (shape, dtype) in specs.items()
         }
-        pushed = [((size,), np.float32)]
+        pushed: list[tuple[tuple[int, ...], type[np.generic]]] = [((size,), np.float32)]
         if is_compressed:
             pushed = [((size,), np.int8), ((num_blocks(size),), np.float32)]
+        position = ((NUM_POSITION_BYTES,), np.uint8)
         self.claim = self._program("claim", _claim, ("rounds",), [((3,), np.int32)])
         push = _push_values if is_state else _push
-        self.push = self._program("push", push, ("rounds", "slots"), [((6,), np.int32), *pushed])
+        self.push = self._program(
+            "push", push, ("rounds", "slots", "positions"), [((6,), np.int32), *pushed, position]
+        )
         of_sgd = _close_values if is_state else _close_nesterov if is_nesterov else _close
         self.close = self._program(
             "close",
@@ -132,10 +138,14 @@ class FragmentPrograms:
         *,
         is_last: bool = False,
         stops: bool = False,
+        position: np.ndarray | None = None,
     ) -> list[np.ndarray]:
-        """Returns the operands of a push; ``values`` is a float32 [n], or what ``int8_blocks.encoded`` returns."""
+        """Returns the operands of a push; ``values`` is a float32 [n], or what ``int8_blocks.encoded`` returns, and
+        ``position`` what ``StoredPosition.encoded`` returns.
+        """
         flags = _IS_LAST * is_last + _STOPS * stops
-        return [np.array([member, owner, number, after, min(tokens, MAX_TOKENS), flags], np.int32), *values]
+        header = np.array([member, owner, number, after, min(tokens, MAX_TOKENS), flags], np.int32)
+        return [header, *values, StoredPosition().encoded() if position is None else position]
 
     @staticmethod
     def close_operands(
@@ -183,8 +193,14 @@ def _claim(rounds: jax.Array, header: jax.Array) -> list[jax.Array]:
 
 
 def _push(
-    rounds: jax.Array, slots: jax.Array, header: jax.Array, *pushed: jax.Array, is_state: bool = False
+    rounds: jax.Array,
+    slots: jax.Array,
+    positions: jax.Array,
+    header: jax.Array,
+    *operands: jax.Array,
+    is_state: bool = False,
 ) -> list[jax.Array]:
+    *pushed, position = operands
     member, owner, number, after, tokens, flags = header
     values = pushed[0]
     if len(pushed) == 2:
@@ -202,7 +218,8 @@ def _push(
     slot = slots[member]
     pushed_here = values if is_state else slot + values
     slots = slots.at[member].set(jnp.where(is_next & is_finite, pushed_here, slot))
-    return [rounds, slots]
+    positions = positions.at[member].set(jnp.where(is_next, position, positions[member]))
+    return [rounds, slots, positions]
 
 
 def _push_values(*arrays: jax.Array) -> list[jax.Array]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from replicax._ps.local_updates.background_exchange import AskServer, ExchangedFragment
 from replicax._ps.local_updates.replay_file import GroupCall
+from replicax._ps.local_updates.stored_position import StoredPosition
 
 
 class GroupExchange(Protocol):
@@ -16,6 +17,9 @@ class GroupExchange(Protocol):
 
     @property
     def fetched(self) -> Sequence[int]: ...
+
+    @property
+    def position(self) -> StoredPosition: ...
 
     @property
     def version(self) -> int: ...
@@ -26,6 +30,8 @@ class GroupExchange(Protocol):
     def begin(self, values: Sequence[Any], timeout_s: float) -> list[Any]: ...
 
     def note_call(self, steps: int, call: GroupCall) -> None: ...
+
+    def note_position(self, position: StoredPosition) -> None: ...
 
     def boundary(self, fragment: int, values: Any, tokens: int) -> Any: ...
 

@@ -73,6 +73,19 @@ class GroupProcesses:
             )
         return decided
 
+    def of_all(self, value: Any) -> list[Any]:
+        """Returns the values that all processes give, which JSON can hold, in their order."""
+        return (
+            [value]
+            if self._peers is None
+            else [*self._peers.gather(_TOPIC, value, "to exchange with other groups")]
+        )
+
+    @property
+    def number(self) -> int:
+        """The number of this process in the group."""
+        return 0 if self._peers is None else self._peers.number
+
     def shared(self, values: jax.Array) -> jax.Array:
         """Returns the leader's values, of the same shape in all processes, on a device of this process."""
         return values if self._peers is None else on_one_device(self._topology.put_leaders(values))

@@ -20,6 +20,7 @@ from replicax._ps.local_updates.replay_file import GroupCall, checksum_of
 from replicax._ps.local_updates.replay_plan import ReplayPlan
 from replicax._ps.local_updates.replayed_rounds import ReplayedRounds
 from replicax._ps.local_updates.state_values import StateValues
+from replicax._ps.local_updates.stored_position import StoredPosition
 from replicax._ps.local_updates.unmerged_progress import UnmergedProgress
 from replicax._src.program_kit.errors import InvalidArgumentError, ReplayDifferenceError
 
@@ -69,6 +70,13 @@ class ReplayedExchange:
         self._tokens = [0] * len(fragments)
         self._tokens_of: dict[tuple[int, int], int] = {}  # by fragment and number of the push
         self._counts = {"pushes": 0, "adoptions": 0, "lost_pushes": 0, "silent_servers": 0}
+
+    @property
+    def position(self) -> StoredPosition:
+        return StoredPosition()  # logs have none
+
+    def note_position(self, position: StoredPosition) -> None:
+        del position
 
     def begin(self, values: Sequence[Any], timeout_s: float) -> list[Any]:
         sizes = [each["size"] for each in self._process.header["fragments"]]

@@ -21,6 +21,7 @@ from replicax._ps.local_updates.fragment_rules import ExchangeOptions
 from replicax._ps.local_updates.fragment_split import allowed_steps, offsets_of, split_evenly
 from replicax._ps.local_updates.fragment_values import FragmentValues, move_at_once
 from replicax._ps.local_updates.group_exchange import GroupExchange, JoinReplay
+from replicax._ps.local_updates.group_positions import GroupPositions, ResumableData
 from replicax._ps.local_updates.group_processes import GroupProcesses
 from replicax._ps.local_updates.group_settings import GroupSettings
 from replicax._ps.local_updates.group_status import show_groups
@@ -40,6 +41,7 @@ from replicax._src.program_kit.variables import use_imported
 _logger = logging.getLogger("replicax")
 _NAME: Final = "rx.experimental.LocalUpdates"
 _COMPRESSIONS: Final = ("int8", None)
+_FROZEN: Final = "frozen weight {} (all groups must load or seed it alike)"
 
 
 @final
@@ -76,7 +78,8 @@ class LocalUpdates:
 
     Parameters of any floating dtype travel as float32; float64 is rounded. Arrays without gradients, as the statistics
     of BatchNorm, are a fragment of their own, of which groups take the mean. Integers and random keys stay in the
-    group.
+    group. So do frozen weights of a Keras model, which must be equal in all groups: those of layers with
+    ``trainable=False``, those that a layer made trainable and that no longer are, and those of ``Normalization``.
 
     It does not compute what synchronous training computes: between two rounds groups train on different parameters.
 
@@ -197,6 +200,7 @@ class LocalUpdates:
         self._fragments: list[_Fragment] = []
         self._due: dict[int, list[int]] = {}  # the fragments of a boundary, by its step modulo ``every``
         self._processes: GroupProcesses | None = None
+        self._positions: GroupPositions | None = None
         self._syncers: Syncers | None = None
         self._exchange: GroupExchange | None = None  # None in the processes that do not lead
         self._adopts_at_once: GroupExchange | None = None
@@ -240,13 +244,15 @@ class LocalUpdates:
 
     # --- the training -----------------------------------------------------------------------------------
 
-    def attach(self, model: Any) -> Any:
+    def attach(self, model: Any, *, data: ResumableData | None = None) -> Any:
         """Says what is exchanged, and adopts the outer parameters. The first group creates them from its own.
 
         Call it once, before the first step. It waits for the syncers, and not for other groups.
 
         Args:
           model: A Keras model that is built, an nnx model, a pytree of variables, or a pytree of arrays.
+          data: The iterator over the group's data, with ``get_state`` and ``set_state``, as those of ``rx.data`` have.
+            Its position is stored with each push, and a group that restarts moves it to that of its last push.
 
         Returns:
           The model; or the pytree with the outer parameters, to train on.
@@ -266,6 +272,13 @@ class LocalUpdates:
         attached = AttachedArrays(model)
         if self._place is not None:
             self._begin(attached)
+            assert self._processes is not None
+            self._positions = GroupPositions(self._processes, data)
+            if position := self._positions.resumed(lambda: self._leading.position):
+                _logger.info(
+                    "LocalUpdates: group %d has started again. Its last push was after %d steps and %d rows.",
+                    self.index, position.steps, position.tokens,
+                )  # fmt: skip
         self._attached = attached
         self._params = attached.tree if attached.is_pytree else None
         return self._params if attached.is_pytree else model
@@ -414,7 +427,7 @@ class LocalUpdates:
         values = [each.values.flat(attached.read(each.numbers)) for each in fragments]
         self._fragments, self._processes = fragments, processes
         try:
-            adopted = self._all_of_leader(lambda: self._connected(attached.specs, values))
+            adopted = self._all_of_leader(lambda: self._connected(attached, values))
             self._version = processes.agreed(lambda: self._leading.version)
         except BaseException:
             self._processes = None
@@ -432,9 +445,7 @@ class LocalUpdates:
             self.index, self.num_groups, len(fragments), self._every, ", ".join(self._place.syncers),
         )  # fmt: skip
 
-    def _connected(
-        self, specs: Sequence[TravellingArray], values: Sequence[jax.Array]
-    ) -> Sequence[jax.Array]:
+    def _connected(self, attached: AttachedArrays, values: Sequence[jax.Array]) -> Sequence[jax.Array]:
         """Begins the exchange. Returns the outer parameters."""
         assert self._place is not None
         devices = [next(iter(each.devices())) for each in values]
@@ -447,7 +458,7 @@ class LocalUpdates:
             return self._exchange.begin(values, self._start_limit_s)
         syncers = self._syncers = Syncers(self._place.syncers, self.index, self.num_groups)
         syncers.greet(self._start_limit_s)
-        syncers.agree(self._settings(specs))
+        syncers.agree(self._settings(attached))
         exchange = self._exchange = BackgroundExchange(
             self.index,
             self.num_groups,
@@ -548,7 +559,8 @@ class LocalUpdates:
             **update,
         )
 
-    def _settings(self, specs: Sequence[TravellingArray]) -> GroupSettings:
+    def _settings(self, attached: AttachedArrays) -> GroupSettings:
+        specs = attached.specs
         described = self._optimizer
         if isinstance(described, OuterTransformation):
             described = f"the program {self._programs(0, optimizer=described).close.digest}"
@@ -562,6 +574,10 @@ class LocalUpdates:
                 ("compression", str(self._compression)),
                 ("the number of parameters", str(len(specs))),
                 *((f"parameter {at}", f"{spec.described}\t{spec.name}") for at, spec in enumerate(specs)),
+                *(
+                    (_FROZEN.format(at), f"{text}\t{name}")
+                    for at, (name, text) in enumerate(attached.frozen())
+                ),
                 ("outer_optimizer", str(described)),
             ],
         )
@@ -575,12 +591,17 @@ class LocalUpdates:
             attached.replace(params)
         elif 0 in due:
             attached.check_not_replaced()
+        position = None
+        if due and self._positions is not None and call is GroupCall.STEP:  # later the data may be closed
+            position = self._positions.now(self._num_steps, self._num_tokens)
         own: dict[int, jax.Array] = {}
         adopted: dict[int, jax.Array] = {}
 
         def exchange_own() -> list[int | bool]:
             exchange = self._leading
             exchange.note_call(self._num_steps, call)
+            if position is not None:
+                exchange.note_position(position)
             for number in sorted({*due, *exchange.fetched}):
                 fragment = self._fragments[number]
                 own[number] = fragment.values.flat(attached.read(fragment.numbers))

@@ -221,6 +221,18 @@ def own_variables(layer: Any) -> list[Any]:
     return [*layer._trainable_variables, *layer._non_trainable_variables]
 
 
+def frozen_variables(model: keras.Layer) -> list[keras.Variable]:
+    """Returns the variables that no training changes: those of layers with ``trainable=False``, those that a layer has
+    made trainable and are not (LoRA freezes a kernel so), and what ``Normalization`` has computed in ``adapt``.
+    """
+    frozen: list[keras.Variable] = []
+    for layer in layers_of(model):
+        is_still = not layer.trainable or isinstance(layer, keras.layers.Normalization)
+        own = own_variables(layer) if is_still else layer._trainable_variables
+        frozen += [each for each in own if is_still or not each.trainable]
+    return frozen
+
+
 def trained_by(optimizer: Any) -> list[Any]:
     """Returns the variables that a built optimizer trains."""
     return optimizer._trainable_variables

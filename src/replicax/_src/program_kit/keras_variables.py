@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from replicax._src.keras.fit_call import FitCall
-from replicax._src.keras.internals import DataAdapter, initializer_of, store, stored
+from replicax._src.keras.internals import DataAdapter, frozen_variables, initializer_of, store, stored
 from replicax._src.keras.phases import Phase
 from replicax._src.keras.replica_steps import ReplicaStep, ReplicaStyleFunction, state_elsewhere
 from replicax._src.keras.row_counting import counting_rows
@@ -23,6 +23,7 @@ __all__ = [
     "StatelessUpdate",
     "SurroundingCallback",
     "counting_rows",
+    "frozen_variables",
     "initializer_of",
     "joined",
     "kept_for",
