@@ -5,6 +5,9 @@ Only the first one, the leader, exchanges. It tells the others what it decided, 
 
 from __future__ import annotations
 
+import contextlib
+import queue
+import threading
 from collections.abc import Callable
 from typing import Any, Final, final
 
@@ -15,6 +18,7 @@ from replicax._src.program_kit.errors import ContextError, RemoteError, Replicax
 from replicax._src.program_kit.traced_programs import Topology
 
 _TOPIC: Final = "local updates"
+_TICK_S: Final = 0.5  # after which the leader says that it still waits
 
 
 @final
@@ -49,29 +53,71 @@ class GroupProcesses:
                 "restarts."
             )
 
-    def agreed(self, decide: Callable[[], Any]) -> Any:
-        """Returns what ``decide`` returns in the leader: a value that JSON can hold.
+    def agreed(self, call: str, decide: Callable[[], Any], wish: bool = False) -> tuple[Any, bool]:
+        """Returns what ``decide`` returns in the leader, a value that JSON can hold, and whether some process has a wish.
+
+        Args:
+          call: What the program calls, and after which step: all processes of the group must call the same.
+          decide: It does not wait for long.
+          wish: True if this process has the wish.
 
         Raises:
+          ContextError: Another process calls something else.
           RemoteError: It has failed in the leader, and this is another process.
         """
         if self._peers is None:
-            return decide()
+            return decide(), wish
         decided = error = None
         if self.is_leader:
             try:
                 decided = decide()
             except ReplicaxError as raised:
                 error = raised
-        said = [decided, None if error is None else str(error)]
-        decided, why = self._peers.gather(_TOPIC, said, "to exchange with other groups")[0]
+        return self._told(call, decided, error, wish)
+
+    def awaited(self, call: str, decide: Callable[[], Any]) -> Any:
+        """Like ``agreed`` for what may take long: the other processes wait for the leader for as long as it lives."""
+        if self._peers is None:
+            return decide()
+        outcomes: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                outcomes.put((decide(), None))
+            except Exception as raised:
+                outcomes.put((None, raised))
+
+        if self.is_leader:
+            threading.Thread(target=run, name="replicax local updates wait", daemon=True).start()
+        while True:
+            outcome = error = None
+            if self.is_leader:
+                with contextlib.suppress(queue.Empty):
+                    value, error = outcomes.get(timeout=_TICK_S)
+                    outcome = [value]
+            outcome, _ = self._told(call, outcome, error, wish=False)
+            if outcome is not None:
+                return outcome[0]
+
+    def _told(self, call: str, decided: Any, error: Exception | None, wish: bool) -> tuple[Any, bool]:
+        assert self._peers is not None
+        said = [call, decided, None if error is None else f"{type(error).__name__}: {error}", wish]
+        all_said = self._peers.gather(_TOPIC, said, "to exchange with other groups")
+        differing = [name for name, each in all_said.named() if each[0] != all_said[0][0]]
+        if differing:
+            calls = "; ".join(f"{name}: {each[0]}" for name, each in all_said.named())
+            raise ContextError(
+                f"The processes of this group call different methods of LocalUpdates: {calls}. Call step, wait and finish in "
+                "all processes of a group after the same steps, and not in a branch for some of them."
+            )
         if error is not None:
             raise error
+        _, decided, why, _ = all_said[0]
         if why is not None:
             raise RemoteError(
                 f"The exchange of {self._peers.names[0]}, which exchanges for this group, failed: {why}"
             )
-        return decided
+        return decided, any(each[3] for each in all_said)
 
     def shared(self, values: jax.Array) -> jax.Array:
         """Returns the leader's values, of the same shape in all processes, on a device of this process."""

@@ -201,7 +201,8 @@ class LocalUpdates:
         self._exchange: GroupExchange | None = None  # None in the processes that do not lead
         self._adopts_at_once: GroupExchange | None = None
         self._num_steps = self._num_tokens = self._version = 0
-        self._stops = self._is_finished = self._is_closed = self._is_outer = False
+        self._outer: dict[int, jax.Array] = {}  # in a group of several processes, as of its last boundary
+        self._stops = self._wants_stop = self._is_finished = self._is_closed = self._is_outer = False
 
     @property
     def num_groups(self) -> int:
@@ -319,15 +320,16 @@ class LocalUpdates:
         self._checked(self._params)
         if self._processes is None:
             return self._params
-        self._processes.agreed(lambda: self._leading.wait(timeout_s))
+        self._processes.awaited(self._call("wait"), lambda: self._leading.wait(timeout_s))
         return self._exchange_now((), self._params, GroupCall.WAIT)
 
     def stop(self) -> None:
         """Asks all groups to end at their next boundary: ``should_stop`` becomes True there.
 
-        In a group of several processes all of them call it, after the same step.
+        In a group of several processes any of them may call it.
         """
-        self._stops = True
+        self._wants_stop = True
+        self._stops = self._stops or self._processes is None or not self._processes.are_several
         if self._exchange is not None:
             self._exchange.stop()
 
@@ -350,8 +352,8 @@ class LocalUpdates:
             )
         if self._processes is not None:
             self._exchange_now(range(len(self._fragments)), self._params, GroupCall.FINISH)
-            values = self._all_of_leader(lambda: self._leading.finish(timeout_s))
-            self._version = self._processes.agreed(lambda: self._leading.version)
+            values = self._all_of_leader("finish", lambda: self._leading.finish(timeout_s))
+            self._version, _ = self._processes.agreed(self._call("finish"), lambda: self._leading.version)
             self._write(dict(enumerate(values)))
             self._params = self._attached.tree if self._attached.is_pytree else None
         self._is_finished = True
@@ -363,7 +365,8 @@ class LocalUpdates:
         """Context in which the model has the outer parameters that have arrived last, to evaluate or save them.
 
         The model, or the variables, have the group's own values again after it. Yields the model, or the pytree of
-        outer parameters.
+        outer parameters. In a group of several processes these are the parameters of the last boundary, and any of the
+        processes may enter it.
 
         Raises:
           ContextError: Nothing was attached, or the context was entered before.
@@ -380,7 +383,7 @@ class LocalUpdates:
         everything = [number for each in self._fragments for number in each.numbers]
         own = attached.read(everything)
         self._is_outer = True
-        self._write(dict(enumerate(self._all_of_leader(lambda: self._leading.outer()))))
+        self._write(self._outer if self._processes.are_several else dict(enumerate(self._leading.outer())))
         try:
             yield attached.tree if attached.is_pytree else attached.model
         finally:
@@ -414,8 +417,8 @@ class LocalUpdates:
         values = [each.values.flat(attached.read(each.numbers)) for each in fragments]
         self._fragments, self._processes = fragments, processes
         try:
-            adopted = self._all_of_leader(lambda: self._connected(attached.specs, values))
-            self._version = processes.agreed(lambda: self._leading.version)
+            adopted = self._all_of_leader("attach", lambda: self._connected(attached.specs, values))
+            self._version, _ = processes.agreed(self._call("attach"), lambda: self._leading.version)
         except BaseException:
             self._processes = None
             self._end(leaves=False)
@@ -424,7 +427,7 @@ class LocalUpdates:
         for number in range(len(fragments)):
             self._due.setdefault(offsets[number], []).append(number)
         self._adopts_at_once = None if processes.are_several else self._exchange
-        self._version = processes.agreed(lambda: self._leading.version)
+        self._outer = dict(enumerate(adopted)) if processes.are_several else {}
         self._write(dict(enumerate(adopted)), attached)
         _logger.info(
             "LocalUpdates: group %d of %d (from 0) exchanges %d fragments every %d steps through %s.",
@@ -488,15 +491,26 @@ class LocalUpdates:
         assert self._exchange is not None
         return self._exchange
 
-    def _all_of_leader(self, make: Callable[[], Sequence[jax.Array]]) -> Sequence[jax.Array]:
-        """Returns the values of all fragments that ``make`` returns in the leader of the group."""
+    def _call(self, name: str) -> str:
+        """Returns what this process calls, for the other processes of the group."""
+        return f"groups.{name} after step {self._num_steps}"
+
+    def _all_of_leader(self, name: str, make: Callable[[], Sequence[jax.Array]]) -> Sequence[jax.Array]:
+        """Returns the values of all fragments that ``make``, which may wait, returns in the leader of the group."""
         assert self._processes is not None
         made: list[jax.Array] = []
-        self._processes.agreed(lambda: made.extend(make()))
-        if not self._processes.are_several:
-            return made
-        made = made or [jnp.zeros(each.values.size) for each in self._fragments]
-        return [self._processes.shared(each) for each in made]
+        self._processes.awaited(self._call(name), lambda: made.extend(make()))
+        return made if not self._processes.are_several else self._shared(dict(enumerate(made)))
+
+    def _shared(self, made: Mapping[int, jax.Array], numbers: Sequence[int] | None = None) -> list[jax.Array]:
+        """Returns the leader's values of fragments, in all processes of the group."""
+        assert self._processes is not None
+        return [
+            self._processes.shared(
+                made[number] if number in made else jnp.zeros(self._fragments[number].values.size)
+            )
+            for number in (range(len(self._fragments)) if numbers is None else numbers)
+        ]
 
     def _fragments_of(self, specs: Sequence[TravellingArray]) -> list[_Fragment]:
         trained = [number for number, spec in enumerate(specs) if not spec.is_state]
@@ -575,8 +589,10 @@ class LocalUpdates:
             attached.check_not_replaced()
         own: dict[int, jax.Array] = {}
         adopted: dict[int, jax.Array] = {}
+        outer: Sequence[jax.Array] = ()
 
         def exchange_own() -> list[int | bool]:
+            nonlocal outer
             exchange = self._leading
             exchange.note_call(self._num_steps, call)
             for number in sorted({*due, *exchange.fetched}):
@@ -589,15 +605,23 @@ class LocalUpdates:
                     new = exchange.adopt(number, own[number])
                 if new is not own[number]:
                     adopted[number] = new
+            if processes.are_several and adopted:
+                outer = exchange.outer()
             return [exchange.stops, exchange.version, *adopted]
 
-        stops, self._version, *numbers = processes.agreed(exchange_own)
+        decided, some_want_stop = processes.agreed(
+            self._call(call.name.lower()), exchange_own, self._wants_stop
+        )
+        stops, self._version, *numbers = decided
         if processes.are_several:
-            self._stops = self._stops or bool(stops)
-            for number in numbers:
-                values = adopted.get(number)
-                values = jnp.zeros(self._fragments[number].values.size) if values is None else values
-                adopted[number] = processes.shared(values)
+            attached.read(
+                ()
+            )  # Keras's loop begins its next step alike in all processes, as the leader has read values
+            self._stops = self._stops or bool(stops) or some_want_stop
+            if some_want_stop and self._exchange is not None:
+                self._exchange.stop()  # another process of the group may have called it
+            adopted = dict(zip(numbers, self._shared(adopted, numbers)))
+            self._outer |= dict(zip(numbers, self._shared(dict(enumerate(outer)), numbers)))
         self._write(adopted)
         self._params = params
         if attached.is_pytree and adopted:
