@@ -47,13 +47,15 @@ def in_both(call):
 
 
 def test_all_get_what_the_leader_decides_and_learn_of_a_wish_of_any():
-    results = in_both(lambda all_, number: all_.agreed("step", lambda: [number, 7], wish=number == 1))
+    results = in_both(
+        lambda all_, number: all_.agreed_with_wish(lambda: [number, 7], "step", wish=number == 1)
+    )
     assert results == [([0, 7], True)] * 2
 
 
 def test_processes_that_call_different_methods_fail_with_the_names_of_both():
     calls = ("groups.step after step 4", "groups.finish after step 4")
-    results = in_both(lambda all_, number: all_.agreed(calls[number], lambda: 0))
+    results = in_both(lambda all_, number: all_.agreed(lambda: 0, calls[number]))
     for error in results:
         assert isinstance(error, ContextError)
         for name, call in zip(NAMES, calls, strict=True):
@@ -66,7 +68,7 @@ def test_error_of_the_leader_is_named_in_the_others(is_long):
         raise InvalidArgumentError("It is wrong.")
 
     def call(all_, _):
-        return (all_.awaited if is_long else all_.agreed)("step", fail)
+        return (all_.awaited if is_long else all_.agreed)(fail, "step")
 
     own, other = in_both(call)
     assert isinstance(own, InvalidArgumentError)
@@ -88,7 +90,7 @@ def test_leader_that_waits_long_says_so_again_and_again(monkeypatch):
             return gathering(*args)
 
         all_._peers.gather = gather
-        return all_.awaited("finish", lambda: ending.wait(WAIT_S))
+        return all_.awaited(lambda: ending.wait(WAIT_S), "finish")
 
     counts = [0, 0]
     results = in_both(call)

@@ -53,18 +53,21 @@ class GroupProcesses:
                 "restarts."
             )
 
-    def agreed(self, call: str, decide: Callable[[], Any], wish: bool = False) -> tuple[Any, bool]:
-        """Returns what ``decide`` returns in the leader, a value that JSON can hold, and whether some process has a wish.
+    def agreed(self, decide: Callable[[], Any], call: str = "an agreement") -> Any:
+        """Returns what ``decide``, which does not wait, returns in the leader: a value that JSON can hold.
 
         Args:
+          decide: Called in the leader.
           call: What the program calls, and after which step: all processes of the group must call the same.
-          decide: It does not wait for long.
-          wish: True if this process has the wish.
 
         Raises:
           ContextError: Another process calls something else.
           RemoteError: It has failed in the leader, and this is another process.
         """
+        return self.agreed_with_wish(decide, call, wish=False)[0]
+
+    def agreed_with_wish(self, decide: Callable[[], Any], call: str, *, wish: bool) -> tuple[Any, bool]:
+        """Like ``agreed``. Returns also whether some process has a wish."""
         if self._peers is None:
             return decide(), wish
         decided = error = None
@@ -75,7 +78,7 @@ class GroupProcesses:
                 error = raised
         return self._told(call, decided, error, wish)
 
-    def awaited(self, call: str, decide: Callable[[], Any]) -> Any:
+    def awaited(self, decide: Callable[[], Any], call: str) -> Any:
         """Like ``agreed`` for what may take long: the other processes wait for the leader for as long as it lives."""
         if self._peers is None:
             return decide()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple
 from typing import Any, Final, Self, final
 
 import jax
@@ -18,14 +17,13 @@ from replicax._ps.local_updates.attached_arrays import AttachedArrays, Travellin
 from replicax._ps.local_updates.background_exchange import AskServer, BackgroundExchange, ExchangedFragment
 from replicax._ps.local_updates.fragment_programs import FragmentPrograms
 from replicax._ps.local_updates.fragment_rules import ExchangeOptions
-from replicax._ps.local_updates.fragment_split import allowed_steps, offsets_of, split_evenly
-from replicax._ps.local_updates.fragment_values import FragmentValues
+from replicax._ps.local_updates.fragment_split import allowed_steps, offsets_of
 from replicax._ps.local_updates.group_exchange import GroupExchange, JoinReplay
+from replicax._ps.local_updates.group_fragments import GroupFragment, fragments_of
 from replicax._ps.local_updates.group_processes import GroupProcesses
 from replicax._ps.local_updates.group_settings import GroupSettings
 from replicax._ps.local_updates.group_status import show_groups
 from replicax._ps.local_updates.outer_optimizer import (
-    OuterOptimizer,
     OuterSgd,
     OuterTransformation,
     outer_optimizer_of,
@@ -40,24 +38,6 @@ from replicax._src.program_kit.variables import use_imported
 _logger = logging.getLogger("replicax")
 _NAME: Final = "rx.experimental.LocalUpdates"
 _COMPRESSIONS: Final = ("int8", None)
-
-
-@final
-@dataclass
-class _Fragment:
-    """A fragment of the attached arrays.
-
-    Attributes:
-      numbers: The arrays, by their numbers in ``AttachedArrays.specs``.
-      values: Their values in one array.
-      optimizer: The outer optimizer; None for arrays that no gradient changes, of which groups take the mean.
-      tokens: The rows that the group had counted at its last boundary.
-    """
-
-    numbers: Sequence[int]
-    values: FragmentValues
-    optimizer: OuterOptimizer | None
-    tokens: int = field(default=0)
 
 
 @final
@@ -194,7 +174,7 @@ class LocalUpdates:
         self._options = ExchangeOptions(quorum, grace_s, patience_s)
         self._attached: AttachedArrays | None = None
         self._params: Any = None  # the pytree of the last step
-        self._fragments: list[_Fragment] = []
+        self._fragments: list[GroupFragment] = []
         self._due: dict[int, list[int]] = {}  # the fragments of a boundary, by its step modulo ``every``
         self._processes: GroupProcesses | None = None
         self._syncers: Syncers | None = None
@@ -320,7 +300,7 @@ class LocalUpdates:
         self._checked(self._params)
         if self._processes is None:
             return self._params
-        self._processes.awaited(self._call("wait"), lambda: self._leading.wait(timeout_s))
+        self._processes.awaited(lambda: self._leading.wait(timeout_s), self._call("wait"))
         return self._exchange_now((), self._params, GroupCall.WAIT)
 
     def stop(self) -> None:
@@ -353,7 +333,7 @@ class LocalUpdates:
         if self._processes is not None:
             self._exchange_now(range(len(self._fragments)), self._params, GroupCall.FINISH)
             values = self._all_of_leader("finish", lambda: self._leading.finish(timeout_s))
-            self._version, _ = self._processes.agreed(self._call("finish"), lambda: self._leading.version)
+            self._version = self._processes.agreed(lambda: self._leading.version)
             self._write(dict(enumerate(values)))
             self._params = self._attached.tree if self._attached.is_pytree else None
         self._is_finished = True
@@ -411,14 +391,14 @@ class LocalUpdates:
 
     def _begin(self, attached: AttachedArrays) -> None:
         assert self._place is not None
-        fragments = self._fragments_of(attached.specs)
+        fragments = fragments_of(attached.specs, self._num_fragments, self._optimizer)
         offsets = [*offsets_of(self._every, self._num_fragments), 0]
         processes = GroupProcesses(attached.topology)
         values = [each.values.flat(attached.read(each.numbers)) for each in fragments]
         self._fragments, self._processes = fragments, processes
         try:
             adopted = self._all_of_leader("attach", lambda: self._connected(attached.specs, values))
-            self._version, _ = processes.agreed(self._call("attach"), lambda: self._leading.version)
+            self._version = processes.agreed(lambda: self._leading.version)
         except BaseException:
             self._processes = None
             self._end(leaves=False)
@@ -499,7 +479,7 @@ class LocalUpdates:
         """Returns the values of all fragments that ``make``, which may wait, returns in the leader of the group."""
         assert self._processes is not None
         made: list[jax.Array] = []
-        self._processes.awaited(self._call(name), lambda: made.extend(make()))
+        self._processes.awaited(lambda: made.extend(make()), self._call(name))
         return made if not self._processes.are_several else self._shared(dict(enumerate(made)))
 
     def _shared(self, made: Mapping[int, jax.Array], numbers: Sequence[int] | None = None) -> list[jax.Array]:
@@ -512,53 +492,15 @@ class LocalUpdates:
             for number in (range(len(self._fragments)) if numbers is None else numbers)
         ]
 
-    def _fragments_of(self, specs: Sequence[TravellingArray]) -> list[_Fragment]:
-        trained = [number for number, spec in enumerate(specs) if not spec.is_state]
-        state = [number for number, spec in enumerate(specs) if spec.is_state]
-        if self._num_fragments > len(trained):
-            raise InvalidArgumentError(
-                f"{_NAME}(fragments={self._num_fragments}): {len(trained)} parameters were attached, and a fragment has at "
-                f"least one. Write fragments={max(1, len(trained))} or less."
-            )
-        sizes = [math.prod(specs[number].shape) for number in trained]
-        runs = split_evenly(sizes, self._num_fragments)
-        parts: list[tuple[Sequence[int], OuterOptimizer | None]] = [
-            ([trained[at] for at in run], self._optimizer) for run in runs
-        ]
-        if state:
-            parts.append((state, None))
-        return [
-            _Fragment(
-                numbers,
-                FragmentValues(
-                    [specs[each].shape for each in numbers], [specs[each].dtype for each in numbers]
-                ),
-                optimizer,
-            )
-            for numbers, optimizer in parts
-        ]
-
     def _exchanged(self, asks: Sequence[AskServer]) -> list[ExchangedFragment]:
-        return [self._exchanged_by(ask, number) for ask, number in zip(asks, range(len(self._fragments)))]
-
-    def _exchanged_by(self, ask: AskServer, number: int) -> ExchangedFragment:
-        match self._fragments[number].optimizer:
-            case OuterSgd(rate, decay, is_nesterov):
-                programs = self._programs(number, is_nesterov=is_nesterov)
-                return ExchangedFragment(ask, programs, rate, decay)
-            case None:
-                return ExchangedFragment(ask, self._programs(number, is_state=True))
-            case optimizer:
-                return ExchangedFragment(ask, self._programs(number, optimizer=optimizer))
+        return [
+            each.exchanged_by(ask, self.num_groups, is_compressed=self._compression is not None)
+            for each, ask in zip(self._fragments, asks)
+        ]
 
     def _programs(self, number: int, **update: Any) -> FragmentPrograms:
-        return FragmentPrograms(
-            f"local updates/{number}",
-            self._fragments[number].values.size,
-            self.num_groups,
-            is_compressed=self._compression is not None and self._fragments[number].optimizer is not None,
-            **update,
-        )
+        is_compressed = self._compression is not None
+        return self._fragments[number].programs(self.num_groups, is_compressed=is_compressed, **update)
 
     def _settings(self, specs: Sequence[TravellingArray]) -> GroupSettings:
         described = self._optimizer
@@ -609,8 +551,8 @@ class LocalUpdates:
                 outer = exchange.outer()
             return [exchange.stops, exchange.version, *adopted]
 
-        decided, some_want_stop = processes.agreed(
-            self._call(call.name.lower()), exchange_own, self._wants_stop
+        decided, some_want_stop = processes.agreed_with_wish(
+            exchange_own, self._call(call.name.lower()), wish=self._wants_stop
         )
         stops, self._version, *numbers = decided
         if processes.are_several:
