@@ -26,7 +26,8 @@ class LocalUpdatesCallback(SurroundingCallback):
     Keras calls it before the other callbacks. The model has the outer parameters during validation, in what
     ``ModelCheckpoint`` saves, and in what ``EarlyStopping(restore_best_weights=True)`` keeps. Everything else sees the
     values of the group: ``CheckpointCallback`` saves these, and a callback of one's own writes ``with groups.outer():``
-    around what it evaluates or saves. Metrics and ``EarlyStopping`` are those of the group, which then waits in
+    around what it evaluates or saves. In a group of several processes only some of them may have such callbacks, and
+    ``ModelCheckpoint`` between two epochs. Metrics and ``EarlyStopping`` are those of the group, which then waits in
     ``finish`` for the others: a callback that calls ``groups.stop()`` stops all.
 
     A learning rate schedule follows the job: if the rounds that the group has adopted are ahead of its own steps, as in

@@ -1,17 +1,17 @@
 """``BackgroundExchange``: carries out a group's rules in threads beside its training. No transport.
 
-The thread that trains only subtracts and adds: ``boundary`` never waits for a server.
+One thread owns the rules and the values. The thread that trains, and those that ask servers, hand it events; they read
+what it has published last. It never waits for a server, so ``boundary`` does not either.
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, final
 
 import numpy as np
@@ -22,6 +22,7 @@ from replicax._ps.local_updates.fragment_rules import ExchangeOptions
 from replicax._ps.local_updates.group_status import group_status
 from replicax._ps.local_updates.int8_blocks import encoded
 from replicax._ps.local_updates.member_rules import MemberRules
+from replicax._ps.local_updates.owner_thread import OwnerThread
 from replicax._ps.local_updates.replay_file import GroupCall, ReplayWriter, checksum_of
 from replicax._ps.local_updates.round_state import RoundState
 from replicax._ps.local_updates.state_values import StateValues
@@ -62,6 +63,19 @@ class ExchangedFragment:
 
 
 @final
+@dataclass(frozen=True)
+class _Published:
+    """What threads read that do not own the exchange."""
+
+    fetched: Sequence[int] = ()
+    version: int = 0
+    stops: bool = False
+    outer: Mapping[int, Any] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
+    error: BaseException | None = None
+
+
+@final
 class BackgroundExchange:
     """The exchange of one process. ``close`` ends its threads.
 
@@ -74,9 +88,6 @@ class BackgroundExchange:
       place: Puts outer parameters of a fragment where the group has them, in a thread of the exchange.
       move: As for ``UnmergedProgress``.
       log_of: Makes the log for a replay, given the number that stands for this process; None for no log.
-
-    Attributes:
-      fetched: The fragments of which outer parameters were fetched, and not adopted yet: see ``adopt``.
     """
 
     def __init__(
@@ -91,9 +102,8 @@ class BackgroundExchange:
         move: Callable[[Any, Any, Any], Any] = moved,
         log_of: Callable[[int], ReplayWriter] | None = None,
     ):
-        self.fetched: Sequence[int] = ()
         self._place, self._move = place, move
-        self._member, self._fragments, self._tick_s = member, fragments, tick_s
+        self._member, self._fragments = member, fragments
         self._quorum = options.quorum
         self._owner = 1 + secrets.randbelow(_MAX_NUMBER)
         self._log = None if log_of is None else log_of(self._owner)
@@ -108,7 +118,6 @@ class BackgroundExchange:
         ] = {}  # the birth and the checksum of what this process creates
         self._closed_before: dict[tuple[int, str], int] = {}  # the last version that was noted
         self._rules = MemberRules(member, num_members, len(fragments), self._owner, options, time.monotonic())
-        self._changed = threading.Condition()
         self._values: list[Any] = []
         self._progress: list[UnmergedProgress[Any] | StateValues[Any]] = []
         self._outer: dict[int, Any] = {}
@@ -116,7 +125,9 @@ class BackgroundExchange:
         self._is_done = self._is_closed = False
         self._counts = {"pushes": 0, "adoptions": 0, "lost_pushes": 0, "silent_servers": 0}
         self._pool = ThreadPoolExecutor(len(fragments), "replicax local updates")
-        self._ticker = threading.Thread(target=self._tick, name="replicax local updates ticker", daemon=True)
+        self._owner_thread = OwnerThread("replicax local updates owner", self, tick_s)
+        self._published = _Published()
+        self.publish()
 
     def begin(self, values: Sequence[Any], timeout_s: float) -> list[Any]:
         """Waits for the outer parameters, and returns them. The first group creates them from its values.
@@ -128,33 +139,36 @@ class BackgroundExchange:
           UnavailableError: No server has answered in time.
           InvalidArgumentError: The fragments of another group differ.
         """
-        with self._changed:
-            self._values = list(values)
-            self._progress = [
-                StateValues(each) if fragment.programs.is_state else UnmergedProgress(each, self._move)
-                for fragment, each in zip(self._fragments, values, strict=True)
-            ]
-            self._ticker.start()
-            if not self._wait(lambda: self._rules.has_begun, timeout_s):
-                raise UnavailableError(
-                    f"No outer parameters after {timeout_s:g} s: a server of this job does not answer. Start the servers, "
-                    "or correct their addresses."
-                )
-            return list(self._values)
+        self._values = list(values)
+        self._progress = [
+            StateValues(each) if fragment.programs.is_state else UnmergedProgress(each, self._move)
+            for fragment, each in zip(self._fragments, values, strict=True)
+        ]
+        self._owner_thread.start()  # it owns all from here on
+        if not self._wait(lambda: self._rules.has_begun, timeout_s):
+            raise UnavailableError(
+                f"No outer parameters after {timeout_s:g} s: a server of this job does not answer. Start the servers, "
+                "or correct their addresses."
+            )
+        return self._owner_thread.call(lambda: list(self._values))
 
     def note_call(self, steps: int, call: GroupCall) -> None:
         """Notes for a replay that the group exchanges now, after so many steps."""
-        if self._log is not None:
-            self._log.called(steps, call)
+        log = self._log
+        if log is not None:
+            self._owner_thread.post(lambda: log.called(steps, call))
 
     @property
     def position(self) -> StoredPosition:
         """The position of the group at its last push before this process began."""
-        return max(self._stored.values(), key=lambda each: each.steps, default=StoredPosition())
+        return self._owner_thread.call(
+            lambda: max(self._stored.values(), key=lambda each: each.steps, default=StoredPosition())
+        )
 
     def note_position(self, position: StoredPosition) -> None:
         """Notes the position that the next pushes have."""
-        self._position = position.encoded()
+        encoded = position.encoded()
+        self._owner_thread.post(lambda: setattr(self, "_position", encoded))
 
     def boundary(self, fragment: int, values: Any, tokens: int) -> Any:
         """Exchanges a fragment after the steps between two boundaries. Returns its values to go on with; never waits.
@@ -164,11 +178,11 @@ class BackgroundExchange:
           values: Its values now, float32 [n].
           tokens: The rows since its last boundary.
         """
-        with self._changed:
-            self._check()
-            self._values[fragment] = values
-            self._do(self._rules.boundary(fragment, tokens, time.monotonic()))
-            return self._values[fragment]
+        return self._owner_thread.call(
+            lambda: self._exchanged(
+                fragment, values, lambda: self._rules.boundary(fragment, tokens, time.monotonic())
+            )
+        )
 
     def adopt(self, fragment: int, values: Any) -> Any:
         """Adopts what was fetched of a fragment, between two boundaries. Returns its values to go on with; never waits.
@@ -177,11 +191,9 @@ class BackgroundExchange:
           fragment: Its number.
           values: Its values now, float32 [n].
         """
-        with self._changed:
-            self._check()
-            self._values[fragment] = values
-            self._do(self._rules.adopt(fragment))
-            return self._values[fragment]
+        return self._owner_thread.call(
+            lambda: self._exchanged(fragment, values, lambda: self._rules.adopt(fragment))
+        )
 
     def wait(self, timeout_s: float) -> None:
         """Waits until outer parameters were fetched that have all pushes of this group. Then adopt them.
@@ -189,38 +201,35 @@ class BackgroundExchange:
         Raises:
           WaitTimeoutError: It took longer.
         """
-        deadline = time.monotonic() + timeout_s
-        with self._changed:
-            while not self._rules.is_merged:
-                now = time.monotonic()
-                if now > deadline:
-                    raise WaitTimeoutError(
-                        f"The open round did not close within {timeout_s:g} s. Wait longer, or see in the log which group or "
-                        "server is silent."
-                    )
-                self._do(self._rules.tick(now))
-                self._wait(lambda: self._rules.is_merged, min(_WAITING_TICK_S, deadline - now))
+        if not self._wait(lambda: self._rules.is_merged, timeout_s, _WAITING_TICK_S):
+            raise WaitTimeoutError(
+                f"The open round did not close within {timeout_s:g} s. Wait longer, or see in the log which group or "
+                "server is silent."
+            )
 
     def outer(self) -> list[Any]:
         """Returns the outer parameters that were fetched last: a float32 [n] for each fragment."""
-        with self._changed:
-            self._check()
-            return [self._outer[fragment] for fragment in range(len(self._fragments))]
+        published = self._checked()
+        return [published.outer[fragment] for fragment in range(len(self._fragments))]
+
+    @property
+    def fetched(self) -> Sequence[int]:
+        """The fragments of which outer parameters were fetched, and not adopted yet: see ``adopt``."""
+        return self._published.fetched
 
     @property
     def version(self) -> int:
         """The number of rounds that all adopted outer parameters have."""
-        return self._rules.version
+        return self._published.version
 
     def stop(self) -> None:
         """Asks all groups to end at their next boundary."""
-        with self._changed:
-            self._rules.stop()
+        self._owner_thread.post(self._rules.stop)
 
     @property
     def stops(self) -> bool:
         """True if all groups shall end at their next boundary."""
-        return self._rules.stops
+        return self._published.stops
 
     def finish(self, timeout_s: float) -> list[Any]:
         """Pushes what is left, waits until all live groups have ended, and returns the outer parameters.
@@ -230,31 +239,25 @@ class BackgroundExchange:
         Raises:
           WaitTimeoutError: It took longer.
         """
-        with self._changed:
-            self._check()
-            self._do(self._rules.finish(time.monotonic()))
-            if not self._wait(lambda: self._is_done, timeout_s):
-                raise WaitTimeoutError(
-                    f"The last exchange took longer than {timeout_s:g} s. Wait longer, or see in the log which server is "
-                    "silent."
-                )
-            return list(self._values)
+        self._owner_thread.call(lambda: self._end_of_training())
+        if not self._wait(lambda: self._is_done, timeout_s):
+            raise WaitTimeoutError(
+                f"The last exchange took longer than {timeout_s:g} s. Wait longer, or see in the log which server is "
+                "silent."
+            )
+        return self._owner_thread.call(lambda: list(self._values))
 
     def close(self) -> None:
         """Ends the threads, each after its request."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
+        self._owner_thread.call(self._note_close)
         self._pool.shutdown(cancel_futures=True)
+        self._owner_thread.end()
         if self._log is not None:
             self._log.close()
-        if self._ticker.ident is not None:
-            self._ticker.join()
 
     def statistics(self) -> Mapping[str, int]:
         """Returns how often this process has pushed and adopted, what it lost, and how often a server fell silent."""
-        with self._changed:
-            return dict(self._counts)
+        return self._published.counts
 
     def status(self, counts: Mapping[str, int]) -> dict[str, Any]:
         """Returns what this group knows of all, for ``show_groups``.
@@ -262,22 +265,61 @@ class BackgroundExchange:
         Args:
           counts: The statistics of ``LocalUpdates``.
         """
-        with self._changed:
+
+        def described() -> dict[str, Any]:
             now, rules = time.monotonic(), self._rules
             return group_status(
                 self._member, self._quorum, rules.rounds, lambda each: rules.is_live(each, now), counts
             )
 
-    # --- under the lock -----------------------------------------------------------------------------
+        return self._owner_thread.call(described)
 
-    def _wait(self, is_so: Callable[[], bool], timeout_s: float) -> bool:
-        came = self._changed.wait_for(lambda: is_so() or self._error is not None, timeout_s)
-        self._check()
+    def _wait(self, is_so: Callable[[], bool], timeout_s: float, tick_s: float | None = None) -> bool:
+        came = self._owner_thread.wait(lambda: is_so() or self._error is not None, timeout_s, tick_s)
+        self._checked()
         return came
 
-    def _check(self) -> None:
-        if self._error is not None:
-            raise self._error
+    def _checked(self) -> _Published:
+        published = self._published
+        if published.error is not None:
+            raise published.error
+        return published
+
+    # --- in the thread that owns the state ----------------------------------------------------------
+
+    def tick(self) -> None:
+        """Some time has passed. Private, as ``publish`` and ``fail``."""
+        if not self._is_closed and not self._is_done:
+            self._do(self._rules.tick(time.monotonic()))
+
+    def publish(self) -> None:
+        """Publishes what other threads read."""
+        rules = self._rules
+        self._published = _Published(
+            tuple(rules.fetched),
+            rules.version,
+            rules.stops,
+            dict(self._outer),
+            dict(self._counts),
+            self._error,
+        )
+
+    def fail(self, error: BaseException) -> None:
+        """Keeps the first error, for the next call."""
+        self._error = self._error or error
+
+    def _exchanged(self, fragment: int, values: Any, event: Callable[[], Sequence[actions.Action]]) -> Any:
+        self._checked()
+        self._values[fragment] = values
+        self._do(event())
+        return self._values[fragment]
+
+    def _end_of_training(self) -> None:
+        self._checked()
+        self._do(self._rules.finish(time.monotonic()))
+
+    def _note_close(self) -> None:
+        self._is_closed = True
 
     def _do(self, some: Sequence[actions.Action]) -> None:
         for action in some:
@@ -311,7 +353,7 @@ class BackgroundExchange:
                         "The server of fragment %d does not answer. Training goes on without it.", fragment
                     )
                 case actions.SlotReplaced():
-                    self._fail(InvalidArgumentError(_REPLACED.format(self._member)))
+                    self.fail(InvalidArgumentError(_REPLACED.format(self._member)))
                 case actions.ExchangeDone():
                     self._is_done = True
                 case actions.NoteLanding(fragment, number, version):
@@ -320,8 +362,6 @@ class BackgroundExchange:
                         self._log.landed(fragment, number, version, checksum)
                 case _ if not self._is_closed:
                     self._submit(action)
-        self.fetched = self._rules.fetched
-        self._changed.notify_all()
 
     def _submit(self, action: actions.Action) -> None:
         try:
@@ -330,60 +370,35 @@ class BackgroundExchange:
             self._is_closed = True
 
     def _payload(self, action: actions.Action) -> Any:
-        """What a request sends of the values, as they are now."""
+        """What a request sends of the state, as it is now."""
         match action:
             case actions.SendPush(fragment, number):
-                return self._progress[fragment].pushes[number]
+                return self._progress[fragment].pushes[number], self._position_of[fragment]
             case actions.ClaimSlot(fragment):
                 return self._progress[fragment].start
         return None
 
-    def _fail(self, error: BaseException) -> None:
-        self._error = self._error or error
-        self._changed.notify_all()
+    def _answered(
+        self, action: Any, answer: Message | None, outer: tuple[Any, int] | None, *, is_absent: bool
+    ) -> None:
+        """Hands the outcome of a request to the rules.
 
-    # --- in threads of the exchange -----------------------------------------------------------------
-
-    def _tick(self) -> None:
-        with self._changed:
-            while not self._is_closed and not self._is_done:
-                self._do(self._rules.tick(time.monotonic()))
-                self._changed.wait_for(lambda: self._is_closed, self._tick_s)
-
-    def _carry_out(self, action: Any, payload: Any) -> None:
-        """Carries out one request, and hands its outcome to the rules."""
-        outer, checksum = None, 0
-        try:
-            answer = self._answer(action, payload)
-            is_absent = False
-            if isinstance(action, actions.FetchOuter):
-                fetched = np.array(answer.arrays[1])
-                checksum = 0 if self._log is None else checksum_of(fetched)
-                outer = self._place(action.fragment, fetched)
-        except InvalidArgumentError as error:
-            if isinstance(action, actions.ClaimSlot):  # other groups have another fragment
-                with self._changed:
-                    self._fail(error)
-                return
-            answer, is_absent = None, True
-        except ReplicaxError as error:
-            log.debug("The exchange of fragment %d failed: %s", action.fragment, error)
-            answer, is_absent = None, False
-        except BaseException as error:  # a fault of the exchange: raised at the next call
-            with self._changed:
-                self._fail(error)
+        Args:
+          action: The request.
+          answer: The answer; None if there is none.
+          outer: The outer parameters in it, where the group has them, and their checksum.
+          is_absent: True if the server does not have the fragment.
+        """
+        fragment = action.fragment
+        if answer is None:
+            self._do(self._rules.failed(fragment, is_absent=is_absent))
             return
-        with self._changed:
-            if answer is None:
-                self._do(self._rules.failed(action.fragment, is_absent=is_absent))
-                return
-            fragment, instance = action.fragment, answer.header["versions"][0][0]
-            state = state_of(np.asarray(answer.arrays[0]))
-            self._note_claimed(fragment, instance, state)
-            if outer is not None:
-                self._outer[fragment], self._checksums[fragment] = outer, checksum
-                self._note_closed(fragment, instance, answer.arrays[2:])
-            self._do(self._rules.answered(fragment, instance, state, time.monotonic()))
+        instance, state = answer.header["versions"][0][0], state_of(np.asarray(answer.arrays[0]))
+        self._note_claimed(fragment, instance, state)
+        if outer is not None:
+            self._outer[fragment], self._checksums[fragment] = outer
+            self._note_closed(fragment, instance, answer.arrays[2:])
+        self._do(self._rules.answered(fragment, instance, state, time.monotonic()))
 
     def _note_claimed(self, fragment: int, instance: str, state: RoundState) -> None:
         """Logs that this process has created a fragment, or has its slot in another instance of the server's store."""
@@ -408,6 +423,29 @@ class BackgroundExchange:
                 self._log.closed(fragment, row)
                 self._closed_before[fragment, instance] = row[0]
 
+    # --- in threads that ask servers ----------------------------------------------------------------
+
+    def _carry_out(self, action: Any, payload: Any) -> None:
+        """Carries out one request, and hands its outcome to the thread that owns the state."""
+        post, answer, outer, is_absent = self._owner_thread.post, None, None, False
+        try:
+            answer = self._answer(action, payload)
+            if isinstance(action, actions.FetchOuter):
+                fetched = np.array(answer.arrays[1])
+                checksum = 0 if self._log is None else checksum_of(fetched)
+                outer = self._place(action.fragment, fetched), checksum
+        except BaseException as error:
+            answer, is_absent = None, isinstance(error, InvalidArgumentError)
+            differs = is_absent and isinstance(action, actions.ClaimSlot)  # the fragment of other groups
+            if differs or not isinstance(
+                error, ReplicaxError
+            ):  # or a fault of the exchange: raised at the next call
+                failure = error
+                post(lambda: self.fail(failure))
+                return
+            log.debug("The exchange of fragment %d failed: %s", action.fragment, error)
+        post(lambda: self._answered(action, answer, outer, is_absent=is_absent))
+
     def _answer(self, action: actions.Action, payload: Any) -> Message:
         match action:
             case actions.ClaimSlot(fragment, expected):
@@ -416,17 +454,18 @@ class BackgroundExchange:
                 operands = programs.claim_operands(self._member, expected, self._owner)
                 answer = self._step(fragment, programs.claim, operands, ("rounds", "positions"))
                 stored = StoredPosition.decoded(np.asarray(answer.arrays[1])[self._member])
-                self._stored.setdefault(fragment, stored)
+                self._owner_thread.post(lambda: self._stored.setdefault(fragment, stored))
                 return answer
             case actions.SendPush(fragment, number, after, tokens, is_last, stops):
                 programs = self._fragments[fragment].programs
-                values = np.asarray(payload, np.float32)
+                values, position = np.asarray(payload[0], np.float32), payload[1]
                 if self._log is not None:
-                    self._sent[fragment] = number, checksum_of(values)
+                    sent = {fragment: (number, checksum_of(values))}
+                    self._owner_thread.post(lambda: self._sent.update(sent))
                 operands = programs.push_operands(
                     self._member, self._owner, number, after, tokens,
                     encoded(values) if programs.is_compressed else [values],
-                    is_last=is_last, stops=stops, position=self._position_of[fragment],
+                    is_last=is_last, stops=stops, position=position,
                 )  # fmt: skip
                 return self._step(fragment, programs.push, operands)
             case actions.SendClose(fragment, version, quorum, is_flush):
@@ -476,7 +515,8 @@ class BackgroundExchange:
             )
         theta, birth = np.asarray(payload, np.float32), 1 + secrets.randbelow(_MAX_NUMBER)
         if self._log is not None:
-            self._created[fragment] = birth, checksum_of(theta)
+            created = {fragment: (birth, checksum_of(theta))}
+            self._owner_thread.post(lambda: self._created.update(created))
         create_fragment(each, theta, birth)
 
 

@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple
 from typing import Any, Final, Self, final
 
 import jax
 import jax.numpy as jnp
 
-from replicax._ps.local_updates.attached_arrays import AttachedArrays, TravellingArray
+from replicax._ps.local_updates.attached_arrays import AttachedArrays
 from replicax._ps.local_updates.background_exchange import AskServer, BackgroundExchange, ExchangedFragment
 from replicax._ps.local_updates.fragment_programs import FragmentPrograms
 from replicax._ps.local_updates.fragment_rules import ExchangeOptions
-from replicax._ps.local_updates.fragment_split import allowed_steps, offsets_of, split_evenly
-from replicax._ps.local_updates.fragment_values import FragmentValues, move_at_once
+from replicax._ps.local_updates.fragment_split import allowed_steps, offsets_of
+from replicax._ps.local_updates.fragment_values import move_at_once
 from replicax._ps.local_updates.group_exchange import GroupExchange, JoinReplay
+from replicax._ps.local_updates.group_fragments import GroupFragment, fragments_of
 from replicax._ps.local_updates.group_positions import GroupPositions, ResumableData
 from replicax._ps.local_updates.group_processes import GroupProcesses
 from replicax._ps.local_updates.group_settings import GroupSettings
 from replicax._ps.local_updates.group_status import show_groups
 from replicax._ps.local_updates.outer_optimizer import (
-    OuterOptimizer,
     OuterSgd,
     OuterTransformation,
     outer_optimizer_of,
@@ -42,24 +41,6 @@ _logger = logging.getLogger("replicax")
 _NAME: Final = "rx.experimental.LocalUpdates"
 _COMPRESSIONS: Final = ("int8", None)
 _FROZEN: Final = "frozen weight {} (all groups must load or seed it alike)"
-
-
-@final
-@dataclass
-class _Fragment:
-    """A fragment of the attached arrays.
-
-    Attributes:
-      numbers: The arrays, by their numbers in ``AttachedArrays.specs``.
-      values: Their values in one array.
-      optimizer: The outer optimizer; None for arrays that no gradient changes, of which groups take the mean.
-      tokens: The rows that the group had counted at its last boundary.
-    """
-
-    numbers: Sequence[int]
-    values: FragmentValues
-    optimizer: OuterOptimizer | None
-    tokens: int = field(default=0)
 
 
 @final
@@ -197,7 +178,7 @@ class LocalUpdates:
         self._options = ExchangeOptions(quorum, grace_s, patience_s)
         self._attached: AttachedArrays | None = None
         self._params: Any = None  # the pytree of the last step
-        self._fragments: list[_Fragment] = []
+        self._fragments: list[GroupFragment] = []
         self._due: dict[int, list[int]] = {}  # the fragments of a boundary, by its step modulo ``every``
         self._processes: GroupProcesses | None = None
         self._positions: GroupPositions | None = None
@@ -205,7 +186,8 @@ class LocalUpdates:
         self._exchange: GroupExchange | None = None  # None in the processes that do not lead
         self._adopts_at_once: GroupExchange | None = None
         self._num_steps = self._num_tokens = self._version = 0
-        self._stops = self._is_finished = self._is_closed = self._is_outer = False
+        self._outer: dict[int, jax.Array] = {}  # in a group of several processes, as of its last boundary
+        self._stops = self._wants_stop = self._is_finished = self._is_closed = self._is_outer = False
 
     @property
     def num_groups(self) -> int:
@@ -332,15 +314,16 @@ class LocalUpdates:
         self._checked(self._params)
         if self._processes is None:
             return self._params
-        self._processes.agreed(lambda: self._leading.wait(timeout_s))
+        self._processes.awaited(lambda: self._leading.wait(timeout_s), self._call("wait"))
         return self._exchange_now((), self._params, GroupCall.WAIT)
 
     def stop(self) -> None:
         """Asks all groups to end at their next boundary: ``should_stop`` becomes True there.
 
-        In a group of several processes all of them call it, after the same step.
+        In a group of several processes any of them may call it.
         """
-        self._stops = True
+        self._wants_stop = True
+        self._stops = self._stops or self._processes is None or not self._processes.are_several
         if self._exchange is not None:
             self._exchange.stop()
 
@@ -363,7 +346,7 @@ class LocalUpdates:
             )
         if self._processes is not None:
             self._exchange_now(range(len(self._fragments)), self._params, GroupCall.FINISH)
-            values = self._all_of_leader(lambda: self._leading.finish(timeout_s))
+            values = self._all_of_leader("finish", lambda: self._leading.finish(timeout_s))
             self._version = self._processes.agreed(lambda: self._leading.version)
             self._write(dict(enumerate(values)))
             self._params = self._attached.tree if self._attached.is_pytree else None
@@ -376,7 +359,8 @@ class LocalUpdates:
         """Context in which the model has the outer parameters that have arrived last, to evaluate or save them.
 
         The model, or the variables, have the group's own values again after it. Yields the model, or the pytree of
-        outer parameters.
+        outer parameters. In a group of several processes these are the parameters of the last boundary, and any of the
+        processes may enter it.
 
         Raises:
           ContextError: Nothing was attached, or the context was entered before.
@@ -393,7 +377,7 @@ class LocalUpdates:
         everything = [number for each in self._fragments for number in each.numbers]
         own = attached.read(everything)
         self._is_outer = True
-        self._write(dict(enumerate(self._all_of_leader(lambda: self._leading.outer()))))
+        self._write(self._outer if self._processes.are_several else dict(enumerate(self._leading.outer())))
         try:
             yield attached.tree if attached.is_pytree else attached.model
         finally:
@@ -421,13 +405,13 @@ class LocalUpdates:
 
     def _begin(self, attached: AttachedArrays) -> None:
         assert self._place is not None
-        fragments = self._fragments_of(attached.specs)
+        fragments = fragments_of(attached.specs, self._num_fragments, self._optimizer)
         offsets = [*offsets_of(self._every, self._num_fragments), 0]
         processes = GroupProcesses(attached.topology)
         values = [each.values.flat(attached.read(each.numbers)) for each in fragments]
         self._fragments, self._processes = fragments, processes
         try:
-            adopted = self._all_of_leader(lambda: self._connected(attached, values))
+            adopted = self._all_of_leader("attach", lambda: self._connected(attached, values))
             self._version = processes.agreed(lambda: self._leading.version)
         except BaseException:
             self._processes = None
@@ -438,7 +422,7 @@ class LocalUpdates:
         for number in range(len(fragments)):
             self._due.setdefault(offsets[number], []).append(number)
         self._adopts_at_once = None if processes.are_several else self._exchange
-        self._version = processes.agreed(lambda: self._leading.version)
+        self._outer = dict(enumerate(adopted)) if processes.are_several else {}
         self._write(dict(enumerate(adopted)), attached)
         _logger.info(
             "LocalUpdates: group %d of %d (from 0) exchanges %d fragments every %d steps through %s.",
@@ -501,63 +485,36 @@ class LocalUpdates:
         assert self._exchange is not None
         return self._exchange
 
-    def _all_of_leader(self, make: Callable[[], Sequence[jax.Array]]) -> Sequence[jax.Array]:
-        """Returns the values of all fragments that ``make`` returns in the leader of the group."""
+    def _call(self, name: str) -> str:
+        """Returns what this process calls, for the other processes of the group."""
+        return f"groups.{name} after step {self._num_steps}"
+
+    def _all_of_leader(self, name: str, make: Callable[[], Sequence[jax.Array]]) -> Sequence[jax.Array]:
+        """Returns the values of all fragments that ``make``, which may wait, returns in the leader of the group."""
         assert self._processes is not None
         made: list[jax.Array] = []
-        self._processes.agreed(lambda: made.extend(make()))
-        if not self._processes.are_several:
-            return made
-        made = made or [jnp.zeros(each.values.size) for each in self._fragments]
-        return [self._processes.shared(each) for each in made]
+        self._processes.awaited(lambda: made.extend(make()), self._call(name))
+        return made if not self._processes.are_several else self._shared(dict(enumerate(made)))
 
-    def _fragments_of(self, specs: Sequence[TravellingArray]) -> list[_Fragment]:
-        trained = [number for number, spec in enumerate(specs) if not spec.is_state]
-        state = [number for number, spec in enumerate(specs) if spec.is_state]
-        if self._num_fragments > len(trained):
-            raise InvalidArgumentError(
-                f"{_NAME}(fragments={self._num_fragments}): {len(trained)} parameters were attached, and a fragment has at "
-                f"least one. Write fragments={max(1, len(trained))} or less."
-            )
-        sizes = [math.prod(specs[number].shape) for number in trained]
-        runs = split_evenly(sizes, self._num_fragments)
-        parts: list[tuple[Sequence[int], OuterOptimizer | None]] = [
-            ([trained[at] for at in run], self._optimizer) for run in runs
-        ]
-        if state:
-            parts.append((state, None))
+    def _shared(self, made: Mapping[int, jax.Array], numbers: Sequence[int] | None = None) -> list[jax.Array]:
+        """Returns the leader's values of fragments, in all processes of the group."""
+        assert self._processes is not None
         return [
-            _Fragment(
-                numbers,
-                FragmentValues(
-                    [specs[each].shape for each in numbers], [specs[each].dtype for each in numbers]
-                ),
-                optimizer,
+            self._processes.shared(
+                made[number] if number in made else jnp.zeros(self._fragments[number].values.size)
             )
-            for numbers, optimizer in parts
+            for number in (range(len(self._fragments)) if numbers is None else numbers)
         ]
 
     def _exchanged(self, asks: Sequence[AskServer]) -> list[ExchangedFragment]:
-        return [self._exchanged_by(ask, number) for ask, number in zip(asks, range(len(self._fragments)))]
-
-    def _exchanged_by(self, ask: AskServer, number: int) -> ExchangedFragment:
-        match self._fragments[number].optimizer:
-            case OuterSgd(rate, decay, is_nesterov):
-                programs = self._programs(number, is_nesterov=is_nesterov)
-                return ExchangedFragment(ask, programs, rate, decay)
-            case None:
-                return ExchangedFragment(ask, self._programs(number, is_state=True))
-            case optimizer:
-                return ExchangedFragment(ask, self._programs(number, optimizer=optimizer))
+        return [
+            each.exchanged_by(ask, self.num_groups, is_compressed=self._compression is not None)
+            for each, ask in zip(self._fragments, asks)
+        ]
 
     def _programs(self, number: int, **update: Any) -> FragmentPrograms:
-        return FragmentPrograms(
-            f"local updates/{number}",
-            self._fragments[number].values.size,
-            self.num_groups,
-            is_compressed=self._compression is not None and self._fragments[number].optimizer is not None,
-            **update,
-        )
+        is_compressed = self._compression is not None
+        return self._fragments[number].programs(self.num_groups, is_compressed=is_compressed, **update)
 
     def _settings(self, attached: AttachedArrays) -> GroupSettings:
         specs = attached.specs
@@ -596,8 +553,10 @@ class LocalUpdates:
             position = self._positions.now(self._num_steps, self._num_tokens)
         own: dict[int, jax.Array] = {}
         adopted: dict[int, jax.Array] = {}
+        outer: Sequence[jax.Array] = ()
 
         def exchange_own() -> list[int | bool]:
+            nonlocal outer
             exchange = self._leading
             exchange.note_call(self._num_steps, call)
             if position is not None:
@@ -612,15 +571,23 @@ class LocalUpdates:
                     new = exchange.adopt(number, own[number])
                 if new is not own[number]:
                     adopted[number] = new
+            if processes.are_several and adopted:
+                outer = exchange.outer()
             return [exchange.stops, exchange.version, *adopted]
 
-        stops, self._version, *numbers = processes.agreed(exchange_own)
+        decided, some_want_stop = processes.agreed_with_wish(
+            exchange_own, self._call(call.name.lower()), wish=self._wants_stop
+        )
+        stops, self._version, *numbers = decided
         if processes.are_several:
-            self._stops = self._stops or bool(stops)
-            for number in numbers:
-                values = adopted.get(number)
-                values = jnp.zeros(self._fragments[number].values.size) if values is None else values
-                adopted[number] = processes.shared(values)
+            attached.read(
+                ()
+            )  # Keras's loop begins its next step alike in all processes, as the leader has read values
+            self._stops = self._stops or bool(stops) or some_want_stop
+            if some_want_stop and self._exchange is not None:
+                self._exchange.stop()  # another process of the group may have called it
+            adopted = dict(zip(numbers, self._shared(adopted, numbers)))
+            self._outer |= dict(zip(numbers, self._shared(dict(enumerate(outer)), numbers)))
         self._write(adopted)
         self._params = params
         if attached.is_pytree and adopted:
