@@ -40,6 +40,7 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 
 from replicax._src.program_kit.errors import MessageError
+from replicax._src.program_kit.texts import read_json
 
 _MAGIC: Final = b"RXLU replay 3\n"
 _LENGTH: Final = struct.Struct("<I")
@@ -232,9 +233,13 @@ def _read_process(path: str | os.PathLike[str], part: bytes) -> ReplayOfProcess:
     at = _LENGTH.size
     try:
         (length,) = _LENGTH.unpack(part[:at])
-        header = json.loads(part[at : at + length])
+        header = read_json(part[at : at + length])
     except (ValueError, struct.error):
         raise MessageError(f"{path} is a damaged replay log: a header cannot be read.") from None
+    if not isinstance(header, dict):
+        raise MessageError(
+            f"{path} is a damaged replay log: a header is {header!r}, and should be an object."
+        )
     return ReplayOfProcess(header, _records(path, part, at + length))
 
 
