@@ -417,13 +417,14 @@ class LocalUpdates:
             self._processes = None
             self._end(leaves=False)
             raise
-        # Compiled now, and not at a boundary.
-        jax.block_until_ready([move_at_once(each, each - each, each) for each in adopted])
         for number in range(len(fragments)):
             self._due.setdefault(offsets[number], []).append(number)
         self._adopts_at_once = None if processes.are_several else self._exchange
         self._outer = dict(enumerate(adopted)) if processes.are_several else {}
         self._write(dict(enumerate(adopted)), attached)
+        for each in fragments:  # what boundaries compute is compiled now, for arrays as they are from now on
+            own = each.values.flat(attached.read(each.numbers))
+            jax.block_until_ready(move_at_once(own, own - own, own))
         _logger.info(
             "LocalUpdates: group %d of %d (from 0) exchanges %d fragments every %d steps through %s.",
             self.index, self.num_groups, len(fragments), self._every, ", ".join(self._place.syncers),
