@@ -225,13 +225,13 @@ def test_bad_arguments_say_what_to_write(group):
 
 def frozen_model(seed, seed_of_frozen):
     """A frozen block, then one that is tuned by LoRA."""
+    keras.utils.set_random_seed(seed_of_frozen)
     layers = [
         keras.Input((3,)),
         keras.layers.Normalization(),
         keras.layers.Dense(4),
         keras.layers.BatchNormalization(),
     ]
-    keras.utils.set_random_seed(seed_of_frozen)
     block, tuned = keras.Sequential(layers), keras.layers.Dense(2)
     tuned.build((None, 4))
     block.trainable = False
