@@ -1,4 +1,4 @@
-"""``StoredPosition``: how far a group had trained at a push. The server stores it with the push, in a few bytes. Pure."""
+"""``StoredPosition``: how far a group had trained at a push, in the bytes that the server stores with it. Pure."""
 
 from __future__ import annotations
 
