@@ -167,22 +167,34 @@ class BackgroundExchange:
 
     def note_position(self, position: StoredPosition) -> None:
         """Notes the position that the next pushes have."""
-        encoded = position.encoded()
+        if position.data is None:
+            self._owner_thread.post(lambda: setattr(self, "_position", position.encoded()))
+            return
+        encoded = position.encoded()  # now: it may be wrong, and data may change what it returned
         self._owner_thread.post(lambda: setattr(self, "_position", encoded))
 
     def boundary(self, fragment: int, values: Any, tokens: int) -> Any:
         """Exchanges a fragment after the steps between two boundaries. Returns its values to go on with; never waits.
+
+        If nothing was fetched, the values stay as they are, and the thread that owns the rules does the rest later.
 
         Args:
           fragment: Its number.
           values: Its values now, float32 [n].
           tokens: The rows since its last boundary.
         """
-        return self._owner_thread.call(
-            lambda: self._exchanged(
-                fragment, values, lambda: self._rules.boundary(fragment, tokens, time.monotonic())
+        adopts = fragment in self._checked().fetched
+
+        def exchanged() -> Any:
+            now = time.monotonic()
+            return self._exchanged(
+                fragment, values, lambda: self._rules.boundary(fragment, tokens, now, adopts=adopts)
             )
-        )
+
+        if adopts:
+            return self._owner_thread.call(exchanged)
+        self._owner_thread.post(exchanged)
+        return values
 
     def adopt(self, fragment: int, values: Any) -> Any:
         """Adopts what was fetched of a fragment, between two boundaries. Returns its values to go on with; never waits.

@@ -83,10 +83,10 @@ def beside(array: Any, other: Any) -> Any:
     if not isinstance(array, jax.Array) or not isinstance(other, jax.Array):
         return array
     sharding = other.sharding
+    if array.committed and array.sharding == sharding:
+        return array
     if len(sharding.device_set) == 1:
         return jax.device_put(array, sharding)
-    if array.sharding == sharding:
-        return array
     here = sorted(sharding.addressable_devices, key=lambda device: device.id)
     copies = [jax.device_put(on_one_device(array), device) for device in here]
     return jax.make_array_from_single_device_arrays(other.shape, sharding, copies)
