@@ -34,6 +34,7 @@ class FragmentValues:
         self.size = sum(sizes)
         self._ends = np.cumsum(sizes).tolist()
         self._flat, self._parts = jax.jit(self._flattened), jax.jit(self._cut)
+        self._moved = jax.jit(self._cut_moved)
 
     def flat(self, arrays: Sequence[Any]) -> jax.Array:
         """Returns float32 [n] of its own memory, so that a step may donate the arrays."""
@@ -42,6 +43,15 @@ class FragmentValues:
     def parts(self, flat: Any) -> list[jax.Array]:
         """Returns arrays of their own memory, of the shapes and dtypes."""
         return self._parts(True, flat)
+
+    def moved(self, arrays: Sequence[Any], before: Any, base: Any) -> list[jax.Array]:
+        """Returns the parts of ``moved(flat(arrays), before, base)``."""
+        return self._moved(True, [on_one_device(array) for array in arrays], before, base)
+
+    def _cut_moved(
+        self, is_so: jax.Array, arrays: Sequence[jax.Array], before: jax.Array, base: jax.Array
+    ) -> list[jax.Array]:
+        return self._cut(is_so, moved(self._flattened(is_so, arrays), before, base))
 
     def _flattened(self, is_so: jax.Array, arrays: Sequence[jax.Array]) -> jax.Array:
         return jnp.concatenate([_copied(is_so, array).reshape(-1).astype(jnp.float32) for array in arrays])

@@ -32,6 +32,7 @@ from replicax._ps.local_updates.outer_optimizer import (
 )
 from replicax._ps.local_updates.replay_file import GroupCall, ReplayWriter
 from replicax._ps.local_updates.syncers import Syncers
+from replicax._ps.local_updates.unmerged_progress import Rebase
 from replicax._src.program_kit.cluster_tasks import ServerSettings
 from replicax._src.program_kit.errors import ContextError, InvalidArgumentError
 from replicax._src.program_kit.texts import path_of
@@ -439,6 +440,7 @@ class LocalUpdates:
         for each in fragments:  # what boundaries compute is compiled now, for arrays as they are from now on
             own = each.values.flat(attached.read(each.numbers))
             jax.block_until_ready(move_at_once(own, own - own, own))
+            jax.block_until_ready(each.values.moved(attached.read(each.numbers), own, own))
         _logger.info(
             "LocalUpdates: group %d of %d (from 0) exchanges %d fragments every %d steps through %s.",
             self.index, self.num_groups, len(fragments), self._every, ", ".join(self._place.syncers),
@@ -569,15 +571,20 @@ class LocalUpdates:
         own: dict[int, jax.Array] = {}
         adopted: dict[int, jax.Array] = {}
         outer: Sequence[jax.Array] = ()
+        has_written = False
 
         def exchange_own() -> list[int | bool]:
-            nonlocal outer
+            nonlocal outer, has_written
             exchange = self._leading
             exchange.note_call(self._num_steps, call)
             if position is not None:
                 exchange.note_position(position)
             for number in sorted({*due, *exchange.fetched}):
                 fragment = self._fragments[number]
+                if number not in due and not processes.are_several and (rebase := exchange.rebase(number)):
+                    self._apply(rebase, fragment)
+                    has_written = True
+                    continue
                 own[number] = fragment.values.flat(attached.read(fragment.numbers))
                 if number in due:
                     tokens, fragment.tokens = self._num_tokens - fragment.tokens, self._num_tokens
@@ -605,9 +612,19 @@ class LocalUpdates:
             self._outer |= dict(zip(numbers, self._shared(dict(enumerate(outer)), numbers)))
         self._write(adopted)
         self._params = params
-        if attached.is_pytree and adopted:
+        if attached.is_pytree and (adopted or has_written):
             self._params = attached.tree
         return self._params
+
+    def _apply(self, rebase: Rebase[Any], fragment: GroupFragment) -> None:
+        """Adopts outer parameters of a fragment, in the usual case by one program."""
+        attached, numbers, values = self._attached, fragment.numbers, fragment.values
+        assert attached is not None
+        arrays = attached.read(numbers)
+        if rebase.is_move:
+            attached.write(numbers, values.moved(arrays, rebase.before, rebase.base))
+        else:
+            attached.write(numbers, values.parts(rebase.applied(values.flat(arrays), move_at_once)))
 
     def _write(self, values: Mapping[int, Any], attached: AttachedArrays | None = None) -> None:
         attached = attached or self._attached
