@@ -91,23 +91,24 @@ class Clock:
     def __init__(self, groups: rx.experimental.LocalUpdates):
         self.calls: list[list[Any]] = []
         self._groups, self._paused_at = groups, 0.0
+        self._before = groups.statistics()
 
     def call(self, step: Callable[[], Any]) -> Any:
         """Times a call."""
-        before = self._groups.statistics()
         wall, thread = time.perf_counter(), time.thread_time()
         if self.calls:
             self.calls[-1].append(wall - self._paused_at)
         result = step()
         seconds = [time.perf_counter() - wall, time.thread_time() - thread]
-        after = self._groups.statistics()
-        did = [after.get(what, 0) > before.get(what, 0) for what in ("pushes", "adoptions")]
-        self.calls.append([*did, *seconds])
+        self.calls.append(seconds)
         return result
 
     def pause(self, seconds: float) -> None:
         """Leaves the cores to the exchange, as an accelerator does."""
         time.sleep(seconds)
+        before, self._before = self._before, self._groups.statistics()  # the exchange counts after the call
+        did = [self._before.get(what, 0) > before.get(what, 0) for what in ("pushes", "adoptions")]
+        self.calls[-1][:0] = did
         self._paused_at = time.perf_counter()
 
 

@@ -162,7 +162,8 @@ class Group(TaskProcess):
 
     def _boundary(self, fragment):
         tokens, self.tokens[fragment] = self.tokens[fragment], 0
-        self._do(self.rules.boundary(fragment, tokens, self.world.now))
+        adopts = self.scenario.adopts_at_boundary(self, fragment)
+        self._do(self.rules.boundary(fragment, tokens, self.world.now, adopts=adopts))
 
     # --- the exchange -------------------------------------------------------------------------------
 
@@ -403,6 +404,10 @@ class LocalGroups:
     def log_of(self, process):
         """Returns what notes the events of a process for a replay: here nothing does."""
         return NO_LOG
+
+    def adopts_at_boundary(self, process, fragment):
+        """False if outer parameters came while the group handed over its values: often if it adopts at once."""
+        return not self.adopts_at_once or (process.step + fragment) % 3 != 0
 
     def next_owner(self, process):
         owner = len(self.processes) + 1

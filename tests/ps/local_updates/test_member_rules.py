@@ -97,6 +97,16 @@ def test_values_are_adopted_between_boundaries_and_merged_says_when_all_pushes_a
     assert (driven.rules.fetched, driven.rules.version) == ([], 1)
 
 
+def test_boundary_of_a_group_that_takes_no_values_pushes_and_it_adopts_later():
+    driven = Driven().begin()
+    driven.push()
+    driven.tick()
+    driven.answer(state(1, mine(1, 0)))
+    driven.answer(state(1, mine(1, 0)))
+    assert driven.rules.boundary(0, 10, driven.now, adopts=False)[0] == TakeProgress(0, 2)
+    assert driven.rules.adopt(0) == [AdoptOuter(0, "a", 1, (2,), (), False)]
+
+
 def test_boundary_pushes_and_the_answer_says_which_version_has_it():
     driven = Driven().begin()
     assert driven.boundary(10) == [TakeProgress(0, 1), SendPush(0, 1, 0, 10, False, False)]

@@ -61,6 +61,7 @@ def finished(groups):
     return together(*(lambda each=each: each.finish(WAIT_S) for each in groups))
 
 
+@pytest.mark.rest
 def test_groups_that_wait_at_each_step_compute_what_one_device_computes(group, tmp_path):
     rows, num_steps = (7, 7, 1, 1), 100
     everyone = range(len(rows))

@@ -27,7 +27,7 @@ from replicax._ps.local_updates.replay_file import GroupCall, ReplayWriter, chec
 from replicax._ps.local_updates.round_state import RoundState
 from replicax._ps.local_updates.state_values import StateValues
 from replicax._ps.local_updates.stored_position import StoredPosition
-from replicax._ps.local_updates.unmerged_progress import UnmergedProgress, moved
+from replicax._ps.local_updates.unmerged_progress import Rebase, UnmergedProgress, moved
 from replicax._ps.programs.programs import UpdateProgram
 from replicax._ps.transport.messages import Message
 from replicax._src.program_kit.errors import (
@@ -86,7 +86,7 @@ class BackgroundExchange:
       options: How groups exchange.
       tick_s: The seconds between two looks at the servers.
       place: Puts outer parameters of a fragment where the group has them, in a thread of the exchange.
-      move: As for ``UnmergedProgress``.
+      move: ``moved``, or a compiled program that does the same.
       log_of: Makes the log for a replay, given the number that stands for this process; None for no log.
     """
 
@@ -141,7 +141,7 @@ class BackgroundExchange:
         """
         self._values = list(values)
         self._progress = [
-            StateValues(each) if fragment.programs.is_state else UnmergedProgress(each, self._move)
+            StateValues(each) if fragment.programs.is_state else UnmergedProgress(each)
             for fragment, each in zip(self._fragments, values, strict=True)
         ]
         self._owner_thread.start()  # it owns all from here on
@@ -167,22 +167,34 @@ class BackgroundExchange:
 
     def note_position(self, position: StoredPosition) -> None:
         """Notes the position that the next pushes have."""
-        encoded = position.encoded()
+        if position.data is None:
+            self._owner_thread.post(lambda: setattr(self, "_position", position.encoded()))
+            return
+        encoded = position.encoded()  # now: it may be wrong, and data may change what it returned
         self._owner_thread.post(lambda: setattr(self, "_position", encoded))
 
     def boundary(self, fragment: int, values: Any, tokens: int) -> Any:
         """Exchanges a fragment after the steps between two boundaries. Returns its values to go on with; never waits.
+
+        If nothing was fetched, the values stay as they are, and the thread that owns the rules does the rest later.
 
         Args:
           fragment: Its number.
           values: Its values now, float32 [n].
           tokens: The rows since its last boundary.
         """
-        return self._owner_thread.call(
-            lambda: self._exchanged(
-                fragment, values, lambda: self._rules.boundary(fragment, tokens, time.monotonic())
+        adopts = fragment in self._checked().fetched
+
+        def exchanged() -> Any:
+            now = time.monotonic()
+            return self._exchanged(
+                fragment, values, lambda: self._rules.boundary(fragment, tokens, now, adopts=adopts)
             )
-        )
+
+        if adopts:
+            return self._owner_thread.call(exchanged)
+        self._owner_thread.post(exchanged)
+        return values
 
     def adopt(self, fragment: int, values: Any) -> Any:
         """Adopts what was fetched of a fragment, between two boundaries. Returns its values to go on with; never waits.
@@ -194,6 +206,10 @@ class BackgroundExchange:
         return self._owner_thread.call(
             lambda: self._exchanged(fragment, values, lambda: self._rules.adopt(fragment))
         )
+
+    def rebase(self, fragment: int) -> Rebase[Any] | None:
+        """Like ``adopt``, for values that the caller then applies it to. Returns None if nothing was fetched."""
+        return self._owner_thread.call(lambda: self._rebased(fragment))
 
     def wait(self, timeout_s: float) -> None:
         """Waits until outer parameters were fetched that have all pushes of this group. Then adopt them.
@@ -314,6 +330,24 @@ class BackgroundExchange:
         self._do(event())
         return self._values[fragment]
 
+    def _rebased(self, fragment: int) -> Rebase[Any] | None:
+        self._checked()
+        rebase = None
+        for action in self._rules.adopt(fragment):
+            assert isinstance(action, actions.AdoptOuter)
+            rebase = self._rebase(action)
+        return rebase
+
+    def _rebase(self, action: actions.AdoptOuter) -> Rebase[Any]:
+        fragment, keeps, returns, drops = action.fragment, action.keeps, action.returns, action.drops
+        if self._log is not None:
+            checksum = self._checksums[fragment]
+            self._log.adopted(fragment, action.version, checksum, keeps=keeps, returns=returns, drops=drops)
+        self._counts["adoptions"] += 1
+        return self._progress[fragment].rebase(
+            self._outer[fragment], keeps=keeps, returns=returns, drops=drops
+        )
+
     def _end_of_training(self) -> None:
         self._checked()
         self._do(self._rules.finish(time.monotonic()))
@@ -330,20 +364,9 @@ class BackgroundExchange:
                     self._counts["pushes"] += 1
                     if self._log is not None:
                         self._log.taken(fragment, number, self._rules.tokens_of(fragment, number))
-                case actions.AdoptOuter(fragment, _, version, keeps, returns, drops):
-                    if self._log is not None:
-                        checksum = self._checksums[fragment]
-                        self._log.adopted(
-                            fragment, version, checksum, keeps=keeps, returns=returns, drops=drops
-                        )
-                    self._values[fragment] = self._progress[fragment].adopt(
-                        self._values[fragment],
-                        self._outer[fragment],
-                        keeps=keeps,
-                        returns=returns,
-                        drops=drops,
-                    )
-                    self._counts["adoptions"] += 1
+                case actions.AdoptOuter(fragment):
+                    rebase = self._rebase(action)
+                    self._values[fragment] = rebase.applied(self._values[fragment], self._move)
                 case actions.LostPushes(fragment, first, last, is_refused):
                     self._counts["lost_pushes"] += last - first + 1
                     log.warning(_LOST[is_refused], self._member, first, last, fragment)

@@ -1,7 +1,7 @@
 """``FragmentRules``: what a group does with one fragment of its parameters. Pure: events in, actions out.
 
 - The group claims its slot, and adopts the outer parameters. From then on it never waits.
-- At a boundary, or before, it adopts what was fetched. At a boundary it takes all that was not pushed as one push.
+- At a boundary, or before or after it, it adopts what was fetched. At a boundary it takes all that was not pushed as one push.
   While a push has no answer, or several are in no adopted version, it takes no other: what waits becomes one push, so
   an outage is not followed by a burst of rounds.
 - A push keeps its number until it has an answer. The answer says which version was open, so the group knows which outer
@@ -117,12 +117,14 @@ class FragmentRules:
 
     # --- events -------------------------------------------------------------------------------------
 
-    def boundary(self, tokens: int, now: float) -> list[Action]:
-        """The group has reached the end of its local steps, with so many rows since the last one."""
+    def boundary(self, tokens: int, now: float, *, adopts: bool = True) -> list[Action]:
+        """The group has reached the end of its local steps, with so many rows since the last one. If it can take no other
+        values now, it does not adopt.
+        """
         self._period_s, self._boundary_at = now - self._boundary_at, now
         self._tokens += tokens
         actions: list[Action] = []
-        if self._fetched is not None:
+        if self._fetched is not None and adopts:
             actions.append(self._adopt())
         if self._may_take and self._tokens:
             actions.append(self._take())

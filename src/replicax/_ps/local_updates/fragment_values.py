@@ -19,7 +19,7 @@ move_at_once: Final = jax.jit(moved)
 
 @final
 class FragmentValues:
-    """The arrays of one fragment. Each direction is one program.
+    """The arrays of one fragment. Each direction is one program, for which nobody waits.
 
     Args:
       shapes, dtypes: Those of the arrays. The dtypes are floating.
@@ -34,25 +34,41 @@ class FragmentValues:
         self.size = sum(sizes)
         self._ends = np.cumsum(sizes).tolist()
         self._flat, self._parts = jax.jit(self._flattened), jax.jit(self._cut)
+        self._moved = jax.jit(self._cut_moved)
 
     def flat(self, arrays: Sequence[Any]) -> jax.Array:
         """Returns float32 [n] of its own memory, so that a step may donate the arrays."""
-        return self._flat([on_one_device(array) for array in arrays])
+        return self._flat(True, [on_one_device(array) for array in arrays])
 
     def parts(self, flat: Any) -> list[jax.Array]:
         """Returns arrays of their own memory, of the shapes and dtypes."""
-        return self._parts(flat)
+        return self._parts(True, flat)
 
-    def _flattened(self, arrays: Sequence[jax.Array]) -> jax.Array:
-        pieces = [jnp.reshape(array, -1).astype(jnp.float32) for array in arrays]
-        return jnp.copy(pieces[0]) if len(pieces) == 1 else jnp.concatenate(pieces)
+    def moved(self, arrays: Sequence[Any], before: Any, base: Any) -> list[jax.Array]:
+        """Returns the parts of ``moved(flat(arrays), before, base)``."""
+        return self._moved(True, [on_one_device(array) for array in arrays], before, base)
 
-    def _cut(self, flat: jax.Array) -> list[jax.Array]:
+    def _cut_moved(
+        self, is_so: jax.Array, arrays: Sequence[jax.Array], before: jax.Array, base: jax.Array
+    ) -> list[jax.Array]:
+        return self._cut(is_so, moved(self._flattened(is_so, arrays), before, base))
+
+    def _flattened(self, is_so: jax.Array, arrays: Sequence[jax.Array]) -> jax.Array:
+        return jnp.concatenate([_copied(is_so, array).reshape(-1).astype(jnp.float32) for array in arrays])
+
+    def _cut(self, is_so: jax.Array, flat: jax.Array) -> list[jax.Array]:
         starts = [0, *self._ends]
         return [
-            jnp.copy(flat[starts[at] : self._ends[at]].reshape(shape).astype(dtype))
+            _copied(is_so, flat[starts[at] : self._ends[at]]).reshape(shape).astype(dtype)
             for at, (shape, dtype) in enumerate(zip(self._shapes, self._dtypes, strict=True))
         ]
+
+
+def _copied(is_so: jax.Array, array: jax.Array) -> jax.Array:
+    """Returns a copy, if ``is_so``. On CPUs JAX runs a program that only copies in the thread that calls it, which
+    waits; one that chooses runs beside it.
+    """
+    return jnp.where(is_so, array, 0)
 
 
 def on_one_device(array: Any) -> Any:
@@ -77,10 +93,10 @@ def beside(array: Any, other: Any) -> Any:
     if not isinstance(array, jax.Array) or not isinstance(other, jax.Array):
         return array
     sharding = other.sharding
+    if array.committed and array.sharding == sharding:
+        return array
     if len(sharding.device_set) == 1:
         return jax.device_put(array, sharding)
-    if array.sharding == sharding:
-        return array
     here = sorted(sharding.addressable_devices, key=lambda device: device.id)
     copies = [jax.device_put(on_one_device(array), device) for device in here]
     return jax.make_array_from_single_device_arrays(other.shape, sharding, copies)

@@ -10,6 +10,7 @@ import numpy as np
 from replicax._ps.local_updates.background_exchange import AskServer, ExchangedFragment
 from replicax._ps.local_updates.replay_file import GroupCall
 from replicax._ps.local_updates.stored_position import StoredPosition
+from replicax._ps.local_updates.unmerged_progress import Rebase
 
 
 class GroupExchange(Protocol):
@@ -36,6 +37,8 @@ class GroupExchange(Protocol):
     def boundary(self, fragment: int, values: Any, tokens: int) -> Any: ...
 
     def adopt(self, fragment: int, values: Any) -> Any: ...
+
+    def rebase(self, fragment: int) -> Rebase[Any] | None: ...
 
     def wait(self, timeout_s: float) -> None: ...
 

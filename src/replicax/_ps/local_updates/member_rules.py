@@ -76,9 +76,13 @@ class MemberRules:
         """The group can take values between two boundaries: adopts what was fetched of a fragment."""
         return self._fragments[fragment].adopt()
 
-    def boundary(self, fragment: int, tokens: int, now: float) -> list[Action]:
-        """The group has reached a boundary of a fragment, with so many rows since the last one. Does not wait."""
-        return self._fragments[fragment].boundary(tokens, now)
+    def boundary(self, fragment: int, tokens: int, now: float, *, adopts: bool = True) -> list[Action]:
+        """The group has reached a boundary of a fragment, with so many rows since the last one. Does not wait.
+
+        Args:
+          adopts: False if the group cannot take other values now.
+        """
+        return self._fragments[fragment].boundary(tokens, now, adopts=adopts)
 
     def answered(self, fragment: int, instance: str, state: RoundState, now: float) -> list[Action]:
         """The server has answered the request in flight of a fragment, with the state after it."""

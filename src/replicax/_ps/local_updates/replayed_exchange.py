@@ -144,6 +144,9 @@ class ReplayedExchange:
                 self._do(self._now.popleft())
         return self._values[fragment]
 
+    def rebase(self, fragment: int) -> None:
+        """Returns None: ``adopt`` does all."""
+
     def wait(self, timeout_s: float) -> None:
         pass
 

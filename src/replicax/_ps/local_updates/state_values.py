@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Generic, TypeVar, final
 
-V = TypeVar("V")
+from replicax._ps.local_updates.unmerged_progress import Rebase, Summable
+
+V = TypeVar("V", bound=Summable)
 
 
 @final
@@ -41,7 +43,13 @@ class StateValues(Generic[V]):
         self, w: V, outer: V, *, keeps: Sequence[int], returns: Sequence[int] = (), drops: bool = False
     ) -> V:
         """Returns the new values: the outer ones. What the group has computed since its last push is dropped."""
-        del w, returns, drops
-        self._outer = outer
+        return self.rebase(outer, keeps=keeps, returns=returns, drops=drops).applied(w)
+
+    def rebase(
+        self, outer: V, *, keeps: Sequence[int], returns: Sequence[int] = (), drops: bool = False
+    ) -> Rebase[V]:
+        """Like ``adopt``, for values that follow."""
+        del returns, drops
+        before, self._outer = self._outer, outer
         self.pushes = {number: self.pushes[number] for number in keeps}
-        return outer
+        return Rebase(before, outer, drops=True)

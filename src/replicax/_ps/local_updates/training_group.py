@@ -32,6 +32,7 @@ from replicax._ps.local_updates.outer_optimizer import (
 )
 from replicax._ps.local_updates.replay_file import GroupCall, ReplayWriter
 from replicax._ps.local_updates.syncers import Syncers
+from replicax._ps.local_updates.unmerged_progress import Rebase
 from replicax._src.program_kit.cluster_tasks import ServerSettings
 from replicax._src.program_kit.errors import ContextError, InvalidArgumentError
 from replicax._src.program_kit.texts import path_of
@@ -186,6 +187,7 @@ class LocalUpdates:
         self._exchange: GroupExchange | None = None  # None in the processes that do not lead
         self._adopts_at_once: GroupExchange | None = None
         self._num_steps = self._num_tokens = self._version = 0
+        self._num_free = 0  # the next steps that are at no boundary
         self._outer: dict[int, jax.Array] = {}  # in a group of several processes, as of its last boundary
         self._stops = self._wants_stop = self._is_finished = self._is_closed = self._is_outer = False
 
@@ -282,20 +284,14 @@ class LocalUpdates:
             model has other variables than those that were attached.
           ContextError: Nothing was attached, or ``finish`` or ``close`` was called.
         """
-        count = _tokens(tokens)
-        is_unusual = (params is None) is not (self._params is None)
-        if is_unusual or self._attached is None or self._is_closed or self._is_outer:
-            params = self._checked(params)
-        if steps != 1:
-            self._check_steps(steps)
-        self._num_tokens += count
-        self._num_steps += steps
-        due: Sequence[int] = self._due.get(self._num_steps % self._every, ())
-        if steps != 1 and not due:  # calls with different numbers of steps
-            passed = range(self._num_steps - steps + 1, self._num_steps)
-            due = [each for number in passed for each in self._due.get(number % self._every, ())]
-        if due or (self._adopts_at_once is not None and self._adopts_at_once.fetched):
-            return self._exchange_now(due, params)
+        is_usual = steps == 1 and type(tokens) is int and tokens >= 0
+        if not is_usual or not self._num_free or (params is None) is not (self._params is None):
+            return self._stepped(params, _tokens(tokens), steps)
+        self._num_free -= 1
+        self._num_steps += 1
+        self._num_tokens += tokens
+        if self._adopts_at_once is not None and self._adopts_at_once.fetched:
+            return self._exchange_now((), params)
         self._params = params
         return params
 
@@ -376,7 +372,7 @@ class LocalUpdates:
             attached.replace(self._params)
         everything = [number for each in self._fragments for number in each.numbers]
         own = attached.read(everything)
-        self._is_outer = True
+        self._is_outer, self._num_free = True, 0
         self._write(self._outer if self._processes.are_several else dict(enumerate(self._leading.outer())))
         try:
             yield attached.tree if attached.is_pytree else attached.model
@@ -403,6 +399,25 @@ class LocalUpdates:
 
     # --- the exchange -----------------------------------------------------------------------------------
 
+    def _stepped(self, params: Any, count: int, steps: int) -> Any:
+        """A step that is at a boundary, or that must be checked."""
+        params = self._checked(params)
+        if steps != 1:
+            self._check_steps(steps)
+        self._num_tokens += count
+        self._num_steps += steps
+        due: Sequence[int] = self._due.get(self._num_steps % self._every, ())
+        if steps != 1 and not due:  # calls with different numbers of steps
+            passed = range(self._num_steps - steps + 1, self._num_steps)
+            due = [each for number in passed for each in self._due.get(number % self._every, ())]
+        following = range(self._num_steps + 1, self._num_steps + self._every)
+        of_boundaries = (at for at, number in enumerate(following) if number % self._every in self._due)
+        self._num_free = next(of_boundaries, self._every - 1)
+        if due or (self._adopts_at_once is not None and self._adopts_at_once.fetched):
+            return self._exchange_now(due, params)
+        self._params = params
+        return params
+
     def _begin(self, attached: AttachedArrays) -> None:
         assert self._place is not None
         fragments = fragments_of(attached.specs, self._num_fragments, self._optimizer)
@@ -425,6 +440,7 @@ class LocalUpdates:
         for each in fragments:  # what boundaries compute is compiled now, for arrays as they are from now on
             own = each.values.flat(attached.read(each.numbers))
             jax.block_until_ready(move_at_once(own, own - own, own))
+            jax.block_until_ready(each.values.moved(attached.read(each.numbers), own, own))
         _logger.info(
             "LocalUpdates: group %d of %d (from 0) exchanges %d fragments every %d steps through %s.",
             self.index, self.num_groups, len(fragments), self._every, ", ".join(self._place.syncers),
@@ -555,15 +571,20 @@ class LocalUpdates:
         own: dict[int, jax.Array] = {}
         adopted: dict[int, jax.Array] = {}
         outer: Sequence[jax.Array] = ()
+        has_written = False
 
         def exchange_own() -> list[int | bool]:
-            nonlocal outer
+            nonlocal outer, has_written
             exchange = self._leading
             exchange.note_call(self._num_steps, call)
             if position is not None:
                 exchange.note_position(position)
             for number in sorted({*due, *exchange.fetched}):
                 fragment = self._fragments[number]
+                if number not in due and not processes.are_several and (rebase := exchange.rebase(number)):
+                    self._apply(rebase, fragment)
+                    has_written = True
+                    continue
                 own[number] = fragment.values.flat(attached.read(fragment.numbers))
                 if number in due:
                     tokens, fragment.tokens = self._num_tokens - fragment.tokens, self._num_tokens
@@ -591,9 +612,19 @@ class LocalUpdates:
             self._outer |= dict(zip(numbers, self._shared(dict(enumerate(outer)), numbers)))
         self._write(adopted)
         self._params = params
-        if attached.is_pytree and adopted:
+        if attached.is_pytree and (adopted or has_written):
             self._params = attached.tree
         return self._params
+
+    def _apply(self, rebase: Rebase[Any], fragment: GroupFragment) -> None:
+        """Adopts outer parameters of a fragment, in the usual case by one program."""
+        attached, numbers, values = self._attached, fragment.numbers, fragment.values
+        assert attached is not None
+        arrays = attached.read(numbers)
+        if rebase.is_move:
+            attached.write(numbers, values.moved(arrays, rebase.before, rebase.base))
+        else:
+            attached.write(numbers, values.parts(rebase.applied(values.flat(arrays), move_at_once)))
 
     def _write(self, values: Mapping[int, Any], attached: AttachedArrays | None = None) -> None:
         attached = attached or self._attached
@@ -603,7 +634,7 @@ class LocalUpdates:
             attached.write(fragment.numbers, fragment.values.parts(flat))
 
     def _end(self, *, leaves: bool) -> None:
-        self._is_closed = True
+        self._is_closed, self._num_free = True, 0
         if self._syncers is not None and not leaves:
             self._syncers.close(leaves=False)  # requests that wait for a syncer fail now
         if self._exchange is not None:

@@ -8,6 +8,7 @@ each push until it adopts outer parameters that have it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Generic, Protocol, Self, TypeVar, final
 
 
@@ -28,20 +29,48 @@ def moved(w: V, base: V, outer: V) -> V:
 
 
 @final
+@dataclass(frozen=True)
+class Rebase(Generic[V]):
+    """How parameters ``w`` adopt outer parameters.
+
+    Attributes:
+      before, base: The base until now, and from now on.
+      returned: The pushes that count as not pushed.
+      drops: True to forget the work that was not pushed.
+    """
+
+    before: V
+    base: V
+    returned: Sequence[V] = ()
+    drops: bool = False
+
+    @property
+    def is_move(self) -> bool:
+        """True if the new parameters are ``moved(w, before, base)``."""
+        return not self.drops and not self.returned
+
+    def applied(self, w: V, move: Callable[[V, V, V], V] = moved) -> V:
+        """Returns the new parameters. ``move`` is ``moved``, or a compiled program that does the same."""
+        w = self.base if self.drops else move(w, self.before, self.base)
+        for push in self.returned:
+            w = w - push
+        return w
+
+
+@final
 class UnmergedProgress(Generic[V]):
     """What a group has computed beyond the outer parameters that it has adopted.
 
     Args:
       base: The outer parameters that it begins with.
-      move: ``moved``, or a compiled program that does the same.
 
     Attributes:
       base: Where the work that was not pushed began.
       pushes: The pushes by number that are in no adopted outer parameters.
     """
 
-    def __init__(self, base: V, move: Callable[[V, V, V], V] = moved):
-        self.base, self._move = base, move
+    def __init__(self, base: V):
+        self.base = base
         self.pushes: dict[int, V] = {}
 
     @property
@@ -70,11 +99,15 @@ class UnmergedProgress(Generic[V]):
           returns: The numbers of pushes that a server has lost. They count as not pushed.
           drops: True to forget the work that was not pushed.
         """
+        return self.rebase(outer, keeps=keeps, returns=returns, drops=drops).applied(w)
+
+    def rebase(
+        self, outer: V, *, keeps: Sequence[int], returns: Sequence[int] = (), drops: bool = False
+    ) -> Rebase[V]:
+        """Like ``adopt``, for parameters that follow: ``Rebase.applied`` returns the new ones."""
         before, self.base = self.base, outer
         for number in keeps:
             self.base = self.base - self.pushes[number]
-        w = self.base if drops else self._move(w, before, self.base)
-        for number in returns:
-            w = w - self.pushes[number]
+        returned = [self.pushes[number] for number in returns]
         self.pushes = {number: self.pushes[number] for number in keeps}
-        return w
+        return Rebase(before, self.base, returned, drops)
