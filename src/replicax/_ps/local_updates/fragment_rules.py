@@ -147,7 +147,9 @@ class FragmentRules:
                 self.is_replaced = True
                 return [SlotReplaced(self.fragment)]
             return self._advance(now)
-        self.stops = self.stops or bool(state.is_stopping)  # one of the run before is gone when this has its slot
+        self.stops = self.stops or bool(
+            state.is_stopping
+        )  # one of the run before is gone when this has its slot
         actions: list[Action] = []
         if self._claimed != instance:
             self._claimed = instance
