@@ -179,6 +179,18 @@ def test_rounds_are_those_of_the_simulated_server(float32):
             assert state == model.state
 
 
+def test_stop_ends_with_the_run_whose_groups_have_all_ended(float32):
+    store = fresh(float32)
+    for member in range(3):
+        store.push(member, 10 + member, 1, 0, 1, np.zeros(SIZE), is_last=True, stops=True)
+    assert store.claim(3, 13, 23).is_stopping  # it has started again, and the others have stopped
+    assert store.push(3, 23, 1, 0, 1, np.zeros(SIZE), is_last=True).is_stopping
+    assert store.claim(0, 99, 20).is_stopping  # this changes nothing
+    assert not store.claim(0, 10, 20).is_stopping
+    assert store.push(0, 20, 1, 0, 1, np.zeros(SIZE), stops=True).is_stopping
+    assert store.claim(1, 11, 21).is_stopping
+
+
 def test_integers_and_scales_are_exact_on_both_sides(either):
     for scale, values in enumerate(pushes(5)):
         values[:256] *= scale  # zeros too

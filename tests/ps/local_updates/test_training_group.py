@@ -11,9 +11,16 @@ import pytest
 from flax import nnx
 
 import replicax as rx
+from replicax._ps.local_updates.attached_arrays import AttachedArrays
 from replicax._ps.local_updates.outer_optimizer import OuterSgd, outer_optimizer_of
 from replicax._ps.local_updates.replay_file import ReplayKind, read_replay_file
-from replicax.errors import ClusterEnvironmentError, ContextError, InvalidArgumentError, UnavailableError
+from replicax.errors import (
+    ClusterEnvironmentError,
+    ContextError,
+    InvalidArgumentError,
+    StructureError,
+    UnavailableError,
+)
 
 WAIT_S = 60.0
 MEAN = OuterSgd(1.0, 0.0, False)
@@ -250,11 +257,15 @@ def test_bad_arguments_say_what_to_write(group):
         ({"outer_optimizer": keras.optimizers.Adam()}, "Allowed are keras.optimizers.SGD"),
         ({"outer_optimizer": keras.optimizers.SGD(1.0, clipnorm=1.0)}, "clipnorm"),
         ({"grace_s": -1.0}, "grace_s"),
+        ({"grace_s": "1"}, "grace_s='1'"),
+        ({"patience_s": None}, "patience_s=None"),
     ]:
         with pytest.raises(InvalidArgumentError, match=message):
             group(0, 2, **options)
     with pytest.raises(InvalidArgumentError, match="fragments=1 or less"):
         one.attach({"w": jnp.zeros(2)})
+    with pytest.raises(InvalidArgumentError, match=r"the class Sequential\. Attach an object"):
+        one.attach(keras.Sequential)
     variable = rx.Variable(jnp.zeros(2), name="v")
     with pytest.raises(InvalidArgumentError, match="'v' twice"):
         one.attach([variable, variable])
@@ -291,6 +302,12 @@ def test_bad_calls_say_what_to_write(group):
         groups.finish()
 
 
+def test_leaf_that_is_no_longer_an_array_is_named():
+    attached = AttachedArrays({"w": jnp.zeros(())})
+    with pytest.raises(StructureError, match=r"got float for \['w'\], which was attached as float32"):
+        attached.replace({"w": 1.0})
+
+
 @pytest.mark.parametrize(
     ("options", "size", "message"),
     [
@@ -320,6 +337,7 @@ def test_syncer_that_does_not_answer_is_an_error_that_names_it(group, monkeypatc
         ("4/4", "localhost:1", "REPLICAX_GROUP='4/4'"),
         ("one", "localhost:1", "from 0"),
         ("0/2", "", "REPLICAX_SYNCERS is not"),
+        ("0/2", "localhost:1,localhost:2,localhost:1", "has localhost:1 2 times"),
         ("", "localhost:1", "REPLICAX_GROUP is not"),
     ],
 )

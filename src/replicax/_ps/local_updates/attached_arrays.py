@@ -75,6 +75,10 @@ class AttachedArrays:
     """
 
     def __init__(self, attached: Any):
+        if isinstance(attached, type):
+            raise InvalidArgumentError(
+                f"{_NAME}.attach got the class {attached.__name__}. Attach an object of it: groups.attach(model)."
+            )
         self.model = attached
         self._sync: Callable[[], object] = getattr(attached, "jax_state_sync", _nothing)
         self._sync()
@@ -158,9 +162,11 @@ class AttachedArrays:
             )
         for spec, at in zip(self.specs, self._at, strict=True):
             leaf = leaves[at]
-            if tuple(leaf.shape) != spec.shape or leaf.dtype != spec.dtype:
+            shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+            if shape != spec.shape or dtype != spec.dtype:
+                got = type(leaf).__name__ if shape is None else f"{dtype}{list(shape)}"
                 raise StructureError(
-                    f"{_NAME}.step got {leaf.dtype}{list(leaf.shape)} for {spec.name}, which was attached as "
+                    f"{_NAME}.step got {got} for {spec.name}, which was attached as "
                     f"{spec.described}. Give it the same parameters at each step."
                 )
         self._leaves = leaves

@@ -258,8 +258,8 @@ class BackgroundExchange:
         self._owner_thread.call(lambda: self._end_of_training())
         if not self._wait(lambda: self._is_done, timeout_s):
             raise WaitTimeoutError(
-                f"The last exchange took longer than {timeout_s:g} s. Wait longer, or see in the log which server is "
-                "silent."
+                f"The last exchange took longer than {timeout_s:g} s. It waits for all groups that still train, and "
+                "patience_s for those that have not come. Wait longer, or see in the log which server is silent."
             )
         return self._owner_thread.call(lambda: list(self._values))
 

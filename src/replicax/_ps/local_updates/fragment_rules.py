@@ -143,13 +143,15 @@ class FragmentRules:
         if instance != self._instance:
             self._instance, self._fetched, self._sent_at = instance, None, None
         self._state = state
-        self.stops = self.stops or bool(state.is_stopping)
         me = state.members[self._member]
         if me.owner != self._owner:
             if self._claimed == instance:
                 self.is_replaced = True
                 return [SlotReplaced(self.fragment)]
             return self._advance(now)
+        self.stops = self.stops or bool(
+            state.is_stopping
+        )  # one of the run before is gone when this has its slot
         actions: list[Action] = []
         if self._claimed != instance:
             self._claimed = instance

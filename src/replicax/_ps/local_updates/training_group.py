@@ -8,6 +8,7 @@ import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple
+from numbers import Real
 from typing import Any, Final, Self, final
 
 import jax
@@ -173,9 +174,11 @@ class LocalUpdates:
                 f"{_NAME}(quorum={quorum}): there are {self.num_groups} groups (REPLICAX_GROUP), so no round would close. Give "
                 f"a quorum from 1 to {self.num_groups}."
             )
-        for name, seconds in (("grace_s", grace_s), ("patience_s", patience_s)):
-            if seconds is not None and not seconds >= 0:
-                raise InvalidArgumentError(f"{_NAME}({name}={seconds!r}): it must be a number of seconds.")
+        for name, seconds in (("grace_s", 0.0 if grace_s is None else grace_s), ("patience_s", patience_s)):
+            if not isinstance(seconds, Real) or not float(seconds) >= 0:
+                raise InvalidArgumentError(
+                    f"{_NAME}({name}={seconds!r}): it must be a number of seconds of at least 0."
+                )
         self._options = ExchangeOptions(quorum, grace_s, patience_s)
         self._attached: AttachedArrays | None = None
         self._params: Any = None  # the pytree of the last step

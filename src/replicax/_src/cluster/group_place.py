@@ -64,4 +64,9 @@ class GroupPlace:
             )
         for address in addresses:
             split_address(address, source=SYNCERS_VARIABLE)
+            if addresses.count(address) > 1:
+                raise ClusterEnvironmentError(
+                    f"{SYNCERS_VARIABLE}={syncers!r} has {address} {addresses.count(address)} times. Name each parameter server "
+                    "once, in the same order in all groups."
+                )
         return cls(int(number), int(total), addresses)

@@ -85,7 +85,8 @@ def _publish_loaded(module: str, places: Mapping[str, str]) -> None:
     """
     for name, place in places.items():
         private = sys.modules.get(place)
-        value = None if private is None else getattr(private, name, None)
+        # Not getattr: a public module would make its error for a name that it lacks, which reads the migration's table.
+        value = None if private is None else vars(private).get(name)
         if isinstance(value, type):
             _publish_class(module, name, value)
 
