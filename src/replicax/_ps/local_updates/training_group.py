@@ -287,8 +287,8 @@ class LocalUpdates:
             model has other variables than those that were attached.
           ContextError: Nothing was attached, or ``finish`` or ``close`` was called.
         """
-        is_usual = steps == 1 and type(tokens) is int and tokens >= 0
-        if not is_usual or not self._num_free or (params is None) is not (self._params is None):
+        is_free = self._num_free and steps == 1 and (params is None) is (self._params is None)
+        if not is_free or tokens is None or type(tokens) is not int or tokens < 0:
             return self._stepped(params, _tokens(tokens), steps)
         self._num_free -= 1
         self._num_steps += 1
