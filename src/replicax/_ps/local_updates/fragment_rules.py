@@ -1,7 +1,8 @@
 """``FragmentRules``: what a group does with one fragment of its parameters. Pure: events in, actions out.
 
 - The group claims its slot, and adopts the outer parameters. From then on it never waits.
-- At a boundary, or before or after it, it adopts what was fetched. At a boundary it takes all that was not pushed as one push.
+- At a boundary, or before or after it, it adopts what was fetched. At a boundary it takes all that was not pushed as
+  one push.
   While a push has no answer, or several are in no adopted version, it takes no other: what waits becomes one push, so
   an outage is not followed by a burst of rounds.
 - A push keeps its number until it has an answer. The answer says which version was open, so the group knows which outer
@@ -118,8 +119,12 @@ class FragmentRules:
     # --- events -------------------------------------------------------------------------------------
 
     def boundary(self, tokens: int, now: float, *, adopts: bool = True) -> list[Action]:
-        """The group has reached the end of its local steps, with so many rows since the last one. If it can take no other
-        values now, it does not adopt.
+        """The group has reached the end of its local steps.
+
+        Args:
+          tokens: The rows since the last one.
+          now: The time.
+          adopts: True if the group can take other values now.
         """
         self._period_s, self._boundary_at = now - self._boundary_at, now
         self._tokens += tokens
