@@ -16,7 +16,7 @@
   float32 over a ring of as many processes: 2 (n - 1) / n values sent, and as many received. The loopback's own counter
   checks that figure with gloo; other programs on the machine count there too.
 - ``quality``: a language model of 0.13 M parameters in four groups beside synchronous training: the loss of held-out
-  bytes. ``local_updates_quality.py`` says what it trains.
+  bytes. ``local_updates_quality.py`` says what it trains. It takes an hour or more.
 - ``lines``: the code lines of the feature, without blank lines, comments and docstrings.
 """
 
@@ -613,6 +613,7 @@ def lines(options: Options) -> None:
     del options
     folder = HERE.parent / "src/replicax/_ps"
     replay = {"group_replay", "replay_file", "replay_plan", "replayed_exchange", "replayed_rounds"}
+    replay |= {"logged_events", "logged_rounds"}
     parts: dict[str, int] = {"exchange": 0, "replay": 0, "callback": 0}
     for path in sorted((folder / "local_updates").glob("*.py")):
         parts["replay" if path.stem in replay else "exchange"] += code_lines(path)

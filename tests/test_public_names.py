@@ -68,6 +68,17 @@ def test_errors_show_replicax_errors_when_first_raised():
     assert "\nreplicax.errors.InvalidArgumentError: " in done.stderr
 
 
+def test_names_are_found_without_the_table_of_the_migration():
+    program = (
+        "import sys, replicax as rx; rx.data; rx.coordinator; rx.experimental; rx.Server; rx.MirroredStrategy; "
+        "print([name for name in sys.modules if '_migrate' in name])"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert run.stdout.strip() == "[]"
+
+
 def test_pickles_by_the_private_path_still_load():
     assert pickle.loads(b"creplicax._src.vocabulary.errors\nKerasLossError\n.") is errors.KerasLossError
 

@@ -113,9 +113,8 @@ class BackgroundExchange:
         self._position = StoredPosition().encoded()  # of the group, at the boundary that it has reached
         self._position_of: dict[int, np.ndarray] = {}  # at the last push of each fragment
         self._stored: dict[int, StoredPosition] = {}  # at the last push of the process before
-        self._created: dict[
-            int, tuple[int, int]
-        ] = {}  # the birth and the checksum of what this process creates
+        # The birth and the checksum of what this process creates.
+        self._created: dict[int, tuple[int, int]] = {}
         self._closed_before: dict[tuple[int, str], int] = {}  # the last version that was noted
         self._rules = MemberRules(member, num_members, len(fragments), self._owner, options, time.monotonic())
         self._values: list[Any] = []
@@ -167,9 +166,6 @@ class BackgroundExchange:
 
     def note_position(self, position: StoredPosition) -> None:
         """Notes the position that the next pushes have."""
-        if position.data is None:
-            self._owner_thread.post(lambda: setattr(self, "_position", position.encoded()))
-            return
         encoded = position.encoded()  # now: it may be wrong, and data may change what it returned
         self._owner_thread.post(lambda: setattr(self, "_position", encoded))
 
@@ -459,10 +455,8 @@ class BackgroundExchange:
                 outer = self._place(action.fragment, fetched), checksum
         except BaseException as error:
             answer, is_absent = None, isinstance(error, InvalidArgumentError)
-            differs = is_absent and isinstance(action, actions.ClaimSlot)  # the fragment of other groups
-            if differs or not isinstance(
-                error, ReplicaxError
-            ):  # or a fault of the exchange: raised at the next call
+            differs = is_absent and isinstance(action, actions.ClaimSlot)  # from the fragment of other groups
+            if differs or not isinstance(error, ReplicaxError):  # raised at the next call
                 failure = error
                 post(lambda: self.fail(failure))
                 return

@@ -2,9 +2,8 @@
 
 - The group claims its slot, and adopts the outer parameters. From then on it never waits.
 - At a boundary, or before or after it, it adopts what was fetched. At a boundary it takes all that was not pushed as
-  one push.
-  While a push has no answer, or several are in no adopted version, it takes no other: what waits becomes one push, so
-  an outage is not followed by a burst of rounds.
+  one push. While a push has no answer, or several are in no adopted version, it takes no other: what waits becomes one
+  push, so an outage is not followed by a burst of rounds.
 - A push keeps its number until it has an answer. The answer says which version was open, so the group knows which outer
   parameters have it.
 - Any member closes a round that has a quorum: at once if all live members have pushed, else after the grace time.
@@ -154,9 +153,8 @@ class FragmentRules:
                 self.is_replaced = True
                 return [SlotReplaced(self.fragment)]
             return self._advance(now)
-        self.stops = self.stops or bool(
-            state.is_stopping
-        )  # one of the run before is gone when this has its slot
+        # Once this process has its slot, the state no longer has a stop of the run before.
+        self.stops = self.stops or bool(state.is_stopping)
         actions: list[Action] = []
         if self._claimed != instance:
             self._claimed = instance

@@ -201,10 +201,9 @@ class CheckpointCallback(keras.callbacks.Callback):
         """Restores the newest checkpoint, if there is one."""
         if self._begin is None:
             raise ContextError(
-                "CheckpointCallback works only as a callback passed to fit(), and if nothing of replicax was used before, it must "
-                "be made before the line that calls fit: callback = rx.keras.callbacks.CheckpointCallback(...), then "
-                "model.fit(..., callbacks=[callback]). In your own loops use rx.CheckpointManager and "
-                "rx.experimental.PreemptionCheckpointHandler."
+                "CheckpointCallback works only as a callback passed to fit(). Make it on a line before fit: callback = "
+                "rx.keras.callbacks.CheckpointCallback(...), then model.fit(..., callbacks=[callback]). In your own loops use "
+                "rx.CheckpointManager and rx.experimental.PreemptionCheckpointHandler."
             )
         progress = FitProgress()
         if self._directory is not None:
