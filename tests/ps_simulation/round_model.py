@@ -99,7 +99,7 @@ class RoundModel:
     def claim(self, member, expected, owner):
         before = self.members[member]
         if before.owner == expected:
-            if all(each.has_finished or not each.owner for each in self.members):
+            if before.owner and all(each.has_finished or not each.owner for each in self.members):
                 self.is_stopping = 0
             self.members[member] = before._replace(owner=owner, pushed=0, landed=0, has_finished=0)
 

@@ -191,6 +191,15 @@ def test_stop_ends_with_the_run_whose_groups_have_all_ended(float32):
     assert store.claim(1, 11, 21).is_stopping
 
 
+def test_stop_reaches_a_group_that_comes_after_all_others_have_pushed_their_last(float32):
+    store = float32
+    store.begin(np.zeros(SIZE))
+    store.claim(0, 0, 10)
+    store.push(0, 10, 1, 0, 1, np.zeros(SIZE), is_last=True, stops=True)
+    assert store.claim(1, 0, 21).is_stopping
+    assert store.claim(1, 21, 31).is_stopping  # it was killed, and has started again
+
+
 def test_integers_and_scales_are_exact_on_both_sides(either):
     for scale, values in enumerate(pushes(5)):
         values[:256] *= scale  # zeros too
