@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from asked_store import ME
+from replicax._ps.local_updates import background_exchange
 from replicax._ps.local_updates.background_exchange import BackgroundExchange, ExchangedFragment
 from replicax._ps.local_updates.fragment_programs import FragmentPrograms
 from replicax._ps.local_updates.fragment_rules import ExchangeOptions
 from replicax._ps.store.store import Store
 from replicax._ps.transport.messages import Message
-from replicax._src.vocabulary.errors import InvalidArgumentError, UnavailableError
+from replicax._src.vocabulary.errors import InvalidArgumentError, UnavailableError, WaitTimeoutError
 
 SIZE, WAIT_S = 50, 60.0
 
@@ -124,3 +125,14 @@ def test_two_processes_with_one_number_are_an_error(servers):
     finally:
         one.close()
         other.close()
+
+
+def test_end_names_the_groups_that_it_waits_for(servers, groups, caplog, monkeypatch):
+    monkeypatch.setattr(background_exchange, "_FIRST_SAID_S", 0.05)
+    for group in groups:
+        group.begin([np.zeros(SIZE, np.float32)], WAIT_S)
+    with pytest.raises(WaitTimeoutError, match="waits for group 1, which may still train"):
+        groups[0].finish(0.2)
+    said = [line for line in caplog.messages if "has sent its last progress" in line]
+    assert said
+    assert "for group 1, which may still train" in said[0]

@@ -44,6 +44,7 @@ AskServer = Callable[[Message], Message]
 """Sends a request to a server, and returns its answer. It raises an error if none comes in time."""
 _MAX_NUMBER: Final = 2**31 - 1
 _WAITING_TICK_S: Final = 0.005
+_FIRST_SAID_S: Final = 10.0  # a wait at the end is logged then, and after twice the time each
 
 
 @dataclass(frozen=True)
@@ -215,8 +216,8 @@ class BackgroundExchange:
         """
         if not self._wait(lambda: self._rules.is_merged, timeout_s, _WAITING_TICK_S):
             raise WaitTimeoutError(
-                f"The open round did not close within {timeout_s:g} s. Wait longer, or see in the log which group or "
-                "server is silent."
+                f"The open round did not close within {timeout_s:g} s. Wait longer, or see which group is silent with "
+                "`replicax top`, and which server in the log."
             )
 
     def outer(self) -> list[Any]:
@@ -246,17 +247,27 @@ class BackgroundExchange:
     def finish(self, timeout_s: float) -> list[Any]:
         """Pushes what is left, waits until all live groups have ended, and returns the outer parameters.
 
-        All rows must have been in a boundary.
+        All rows must have been in a boundary. Logs which groups it waits for.
 
         Raises:
           WaitTimeoutError: It took longer.
         """
         self._owner_thread.call(lambda: self._end_of_training())
-        if not self._wait(lambda: self._is_done, timeout_s):
-            raise WaitTimeoutError(
-                f"The last exchange took longer than {timeout_s:g} s. It waits for all groups that still train, and "
-                "patience_s for those that have not come. Wait longer, or see in the log which server is silent."
+        begin, say_after_s = time.monotonic(), min(_FIRST_SAID_S, timeout_s)
+        while not self._wait(lambda: self._is_done, begin + say_after_s - time.monotonic()):
+            awaited = self._owner_thread.call(self._awaited_at_end)
+            if say_after_s >= timeout_s:
+                raise WaitTimeoutError(
+                    f"The last exchange took longer than {timeout_s:g} s. It waits for {awaited} Wait longer, or see in the "
+                    "log whether a group or a server has failed."
+                )
+            log.warning(
+                "Group %d has sent its last progress, and has waited %.0f s for %s",
+                self._member,
+                say_after_s,
+                awaited,
             )
+            say_after_s = min(2 * say_after_s, timeout_s)
         return self._owner_thread.call(lambda: list(self._values))
 
     def close(self) -> None:
@@ -347,6 +358,15 @@ class BackgroundExchange:
     def _end_of_training(self) -> None:
         self._checked()
         self._do(self._rules.finish(time.monotonic()))
+
+    def _awaited_at_end(self) -> str:
+        awaited = self._rules.awaited(time.monotonic())
+        if not awaited:
+            return "an answer of the servers."
+        return (
+            f"group {', '.join(map(str, awaited))}, which may still train. A group that sends nothing for patience_s is no "
+            "longer waited for."
+        )
 
     def _note_close(self) -> None:
         self._is_closed = True

@@ -213,6 +213,10 @@ class FragmentRules:
         """Returns the rows of a push that is in no adopted version."""
         return self._tokens_of[number]
 
+    def others_that_train(self, now: float) -> set[int]:
+        """Returns the other members that a quorum still counts on."""
+        return set() if self._state is None else self._live(now) - {self._member}
+
     # --- pushes -------------------------------------------------------------------------------------
 
     @property

@@ -116,6 +116,10 @@ class MemberRules:
         """True if a quorum still counts on a group."""
         return self._heard.is_live(member, now)
 
+    def awaited(self, now: float) -> list[int]:
+        """Returns the groups for which the end waits: those that train, and have been heard of not long ago."""
+        return sorted({each for fragment in self._fragments for each in fragment.others_that_train(now)})
+
     def _of_all(self, event: Callable[[FragmentRules], list[Action]]) -> list[Action]:
         return self._with_end([action for each in self._fragments for action in event(each)])
 
