@@ -192,6 +192,25 @@ def test_nnx_models_and_variables_are_assigned_and_one_group_stops_all(group):
     assert not again.should_stop
 
 
+def test_group_that_comes_after_a_stop_says_why_it_ends_at_once(group, caplog):
+    options = {"every": 1, "patience_s": 0.0, "grace_s": 0.0}
+    one = group(0, 2, **options)
+    one.attach({"w": jnp.zeros(3)})
+    one.stop()
+    one.step({"w": jnp.ones(3)}, tokens=1)
+    one.wait(WAIT_S)
+    one.close()  # it is killed before it finishes
+    again = group(0, 2, **options)
+    assert not [line for line in caplog.messages if "before this process came" in line]
+    again.attach({"w": jnp.zeros(3)})
+    assert [
+        line
+        for line in caplog.messages
+        if "Group 0: some group called groups.stop() before this process came" in line
+    ]
+    assert again.should_stop
+
+
 def test_push_that_is_not_finite_is_named_with_its_group_which_adopts_the_outer_parameters(group, caplog):
     groups = [group(number, 2, every=1) for number in range(2)]
     params = [each.attach({"w": jnp.zeros(3)}) for each in groups]

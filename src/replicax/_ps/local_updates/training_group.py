@@ -43,6 +43,10 @@ _logger = logging.getLogger("replicax")
 _NAME: Final = "rx.experimental.LocalUpdates"
 _COMPRESSIONS: Final = ("int8", None)
 _FROZEN: Final = "frozen weight {} (all groups must load or seed it alike)"
+_STOPPED_BEFORE: Final = (
+    "Group %d: some group called groups.stop() before this process came, so the training ends at its first boundary. If that "
+    "was in an earlier run, whose groups ended before `finish`, start this run once more when it has ended."
+)
 
 
 @final
@@ -440,6 +444,8 @@ class LocalUpdates:
         self._adopts_at_once = None if processes.are_several else self._exchange
         self._outer = dict(enumerate(adopted)) if processes.are_several else {}
         self._write(dict(enumerate(adopted)), attached)
+        if self._exchange is not None and self._exchange.stops:
+            _logger.warning(_STOPPED_BEFORE, self.index)
         for each in fragments:  # what boundaries compute is compiled now, for arrays as they are from now on
             own = each.values.flat(attached.read(each.numbers))
             jax.block_until_ready(move_at_once(own, own - own, own))
