@@ -209,8 +209,10 @@ def test_fit_that_fails_leaves_the_groups_open_and_the_values_of_the_group(group
     fails = False
     fit(model, groups, **options)
     assert groups.statistics()["steps"] == 6
-    with pytest.raises(ContextError, match="Make another LocalUpdates"):
+    own = values_of(model)
+    with pytest.raises(ContextError, match=r"in a fit that has ended.*Make another LocalUpdates"):
         fit(model, groups, **options)
+    assert_equal(values_of(model), own)  # no step was made
 
 
 def test_bad_arguments_say_what_to_write(group):

@@ -73,7 +73,7 @@ class LocalUpdatesCallback(SurroundingCallback):
         self._fitted: Any = None  # `self.model` would give Keras's variables their values in each step
         self._new: Callable[[], tuple[int, int]] | None = None
         self._iterations: keras.Variable | None = None  # that a learning rate schedule reads
-        self._is_attached = False
+        self._is_attached = self._has_finished = False
         self._version = 0
 
     @contextlib.contextmanager
@@ -81,6 +81,11 @@ class LocalUpdatesCallback(SurroundingCallback):
         """Surrounds a ``fit`` with these other callbacks. Private."""
         if self._fit is not None:
             raise ContextError("This LocalUpdatesCallback is used by a fit that has not ended.")
+        if self._has_finished:
+            raise ContextError(
+                "This LocalUpdatesCallback was in a fit that has ended, so its groups have finished. Make another LocalUpdates "
+                "and another callback for the next fit, or train all epochs in one fit."
+            )
         if any(isinstance(one, keras.callbacks.SwapEMAWeights) for one in others):
             raise UnsupportedError(
                 "LocalUpdatesCallback with SwapEMAWeights: both replace the model's values during validation. Leave out one of "
@@ -153,6 +158,7 @@ class LocalUpdatesCallback(SurroundingCallback):
         """Exchanges the rest, and adopts the outer parameters of all groups."""
         self._attach()  # a fit may have no epoch left
         self._groups.finish(self._finish_timeout_s)
+        self._has_finished = True
 
     def _attach(self) -> None:
         if self._is_attached:
