@@ -221,6 +221,8 @@ def test_bad_arguments_say_what_to_write(group):
     groups = group(0, 1, every=4, fragments=2)
     with pytest.raises(InvalidArgumentError, match=r"Allowed are 1, 2;.*multiple of 4"):
         fit(model_of(0, steps_per_execution=4), groups)
+    with pytest.raises(InvalidArgumentError, match=r"Group 0 of 1 .*has no batch"):
+        model_of(0).fit(X[:0], Y[:0], callbacks=[rx.keras.callbacks.LocalUpdatesCallback(groups)])
     with pytest.raises(UnsupportedError, match="SwapEMAWeights"):
         fit(model_of(0), groups, keras.callbacks.SwapEMAWeights())
 

@@ -45,8 +45,8 @@ class LocalUpdatesCallback(SurroundingCallback):
       finish_timeout_s: The longest time in seconds that the end of ``fit`` waits for the other groups.
 
     Raises:
-      InvalidArgumentError: It is not a ``LocalUpdates``. In ``fit``: the model's ``steps_per_execution`` has a boundary
-        of groups between its steps; the error says which values have not.
+      InvalidArgumentError: It is not a ``LocalUpdates``. In ``fit``: the group has no batch; or the model's
+        ``steps_per_execution`` has a boundary of groups between its steps; the error says which values have not.
       UnsupportedError: In ``fit``: the strategy keeps variables on parameter servers, or there is a ``SwapEMAWeights``.
       WaitTimeoutError: At the end of ``fit``: the other groups took longer.
 
@@ -94,6 +94,11 @@ class LocalUpdatesCallback(SurroundingCallback):
         try:
             with contextlib.ExitStack() as self._fit:
                 yield
+        except StopIteration as error:  # Keras builds a model without a strategy from the first batch
+            raise InvalidArgumentError(
+                f"Group {self._groups.index} of {self._groups.num_groups} (from 0) has no batch to train on. Give each group "
+                "at least one in its `fit`, or start fewer groups."
+            ) from error
         finally:
             self._outer.close()
             self._fit = self._fitted = self._new = None
