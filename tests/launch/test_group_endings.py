@@ -19,7 +19,7 @@ def test_group_that_fails_leaves_the_others_and_the_code_is_that_of_the_first():
     rules = GroupEndings(["group 0", "group 1", "group 2"])
     (said,) = texts(rules.group_ended("group 2", 7))
     assert "group 2 has failed, with exit code 7" in said
-    assert "group 0, group 1: they continue" in said
+    assert "group 0, group 1 continue." in said
     assert rules.group_ended("group 1", 0) == []
     last = rules.group_ended("group 0", 137)
     assert texts(last) == ["Failed: group 2 (exit code 7), group 0 (exit code 137). Finished: group 1."]

@@ -191,7 +191,7 @@ def test_group_restarts_alone_and_its_failure_ends_nobody_else(run, tmp_path, mo
     assert len(set(re.findall(r"syncer 0 +\| at (\S+) start", out))) == 1
     assert re.findall(r"syncer 0 +\| .* start (\d)", out) == ["0", "1"]
     assert "group 1: Starting all tasks again: restart 1 of 1." in err
-    assert "group 1 has failed, with exit code 8. It is not restarted. group 0: they continue." in err
+    assert "group 1 has failed, with exit code 8. It is not restarted. group 0 continues." in err
     assert "Failed: group 1 (exit code 8). Finished: group 0." in err
     assert (tmp_path / "syncer ended").exists()
     assert sorted(path.name for path in logs.iterdir()) == ["group-0.log", "group-1.log", "syncer-0.log"]

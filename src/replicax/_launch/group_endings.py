@@ -66,10 +66,9 @@ class GroupEndings:
                 actions.append(Say(f"Failed: {ends}. Finished: {', '.join(self._finished) or 'none'}."))
             elif code:
                 others = ", ".join(self._running)
+                others += " continues" if len(self._running) == 1 else " continue"
                 actions.append(
-                    Say(
-                        f"{group} has failed, with exit code {code}. It is not restarted. {others}: they continue."
-                    )
+                    Say(f"{group} has failed, with exit code {code}. It is not restarted. {others}.")
                 )
         return actions if self._running else [*actions, FinishSyncers()]
 
