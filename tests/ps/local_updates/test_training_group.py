@@ -19,6 +19,7 @@ from replicax.errors import (
     ContextError,
     InvalidArgumentError,
     StructureError,
+    TraceError,
     UnavailableError,
 )
 
@@ -297,7 +298,7 @@ def test_bad_arguments_say_what_to_write(group):
 
 def test_bad_calls_say_what_to_write(group):
     groups = group(0, 1, every=4, fragments=2)
-    model = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+    model, strategy = nnx.Linear(3, 4, rngs=nnx.Rngs(0)), rx.OneDeviceStrategy("cpu:0")
     groups.attach(model)
     with pytest.raises(ContextError, match="attach was called before"):
         groups.attach(model)
@@ -308,6 +309,12 @@ def test_bad_calls_say_what_to_write(group):
         groups.step({"w": jnp.zeros(2)}, tokens=1)
     with pytest.raises(InvalidArgumentError, match="Allowed are 1, 2;"):
         groups.step(tokens=1, steps=4)
+    for traced in (
+        jax.jit(lambda: groups.step(tokens=1)),
+        lambda: strategy.run(lambda: groups.step(tokens=1)),
+    ):
+        with pytest.raises(TraceError, match="Call it after that function"):
+            traced()
     assert groups.steps == 0
     with groups.outer(), pytest.raises(ContextError, match="inside of"):
         groups.step(tokens=1)

@@ -12,6 +12,7 @@ from numbers import Real
 from typing import Any, Final, Self, final
 
 import jax
+import jax.core
 import jax.numpy as jnp
 
 from replicax._ps.local_updates.attached_arrays import AttachedArrays
@@ -35,7 +36,7 @@ from replicax._ps.local_updates.replay_file import GroupCall, ReplayWriter
 from replicax._ps.local_updates.syncers import Syncers
 from replicax._ps.local_updates.unmerged_progress import Rebase
 from replicax._src.program_kit.cluster_tasks import ServerSettings
-from replicax._src.program_kit.errors import ContextError, InvalidArgumentError
+from replicax._src.program_kit.errors import ContextError, InvalidArgumentError, TraceError, user_line
 from replicax._src.program_kit.texts import path_of
 from replicax._src.program_kit.variables import use_imported
 
@@ -290,6 +291,7 @@ class LocalUpdates:
           InvalidArgumentError: ``tokens`` is missing or negative; boundaries are not between so many steps; or the
             model has other variables than those that were attached.
           ContextError: Nothing was attached, or ``finish`` or ``close`` was called.
+          TraceError: It was called in a function that JAX traces, as in ``jax.jit`` or ``strategy.run``.
         """
         is_free = self._num_free and steps == 1 and (params is None) is (self._params is None)
         if not is_free or tokens is None or type(tokens) is not int or tokens < 0:
@@ -664,6 +666,12 @@ class LocalUpdates:
     def _checked(self, params: Any) -> Any:
         """Checks that the group may train. Returns the parameters to go on with."""
         self._check_is_open("step")
+        if not self._num_steps and isinstance(jnp.zeros(()), jax.core.Tracer):
+            raise TraceError(
+                f"{_NAME}.step was called at {user_line()} inside of a function that JAX traces, so it would run once and not "
+                "in each step. Call it after that function, with what it returns: params = "
+                "groups.step(train_step(params, batch), tokens=n)."
+            )
         if self._is_outer:
             raise ContextError(
                 f"{_NAME}.step was called inside of `with groups.outer():`. Train outside of it."
