@@ -46,7 +46,7 @@ _COMPRESSIONS: Final = ("int8", None)
 _FROZEN: Final = "frozen weight {} (all groups must load or seed it alike)"
 _STOPPED_BEFORE: Final = (
     "Group %d: some group called groups.stop() before this process came, so the training ends at its first boundary. If that "
-    "was in an earlier run, whose groups ended before `finish`, delete the snapshots of the syncers to begin another one."
+    "was in an earlier run, whose groups ended before `finish`, restart the syncers to begin another one."
 )
 
 
