@@ -52,6 +52,8 @@ class FragmentServer(TaskProcess):
         self.instance = scenario.names.next(f"{self.name} store")
         snapshot = scenario.disks[index]
         self.rounds = {fragment: each.copied() for fragment, each in snapshot.items()}
+        for each in self.rounds.values():
+            each.is_stopping = 0  # a stop is for one instance
         self.num_changes = 0
 
     def start(self):

@@ -212,6 +212,30 @@ def test_group_that_comes_after_a_stop_says_why_it_ends_at_once(group, caplog):
     assert again.should_stop
 
 
+def test_run_from_the_snapshot_of_one_that_was_stopped_does_not_stop(group, tmp_path):
+    options = {"every": 1, "patience_s": 0.0, "grace_s": 0.0}
+
+    def attached():
+        server = rx.Server(
+            {"ps": ["localhost:0"]}, "ps", 0, config=rx.ServerOptions(snapshot_dir=str(tmp_path))
+        )
+        one = group(0, 2, syncers=server.target.removeprefix("grpc://"), **options)
+        return server, one, one.attach({"w": jnp.zeros(3)})
+
+    server, one, params = attached()
+    one.stop()
+    one.step({"w": params["w"] + 1}, tokens=1)
+    one.wait(WAIT_S)
+    one.close()  # it is killed before it finishes
+    server.close()
+    server, again, params = attached()
+    with server:
+        assert params["w"].tolist() != [0.0, 0.0, 0.0]
+        again.step(params, tokens=1)
+        again.wait(WAIT_S)
+        assert not again.should_stop
+
+
 def test_push_that_is_not_finite_is_named_with_its_group_which_adopts_the_outer_parameters(group, caplog):
     groups = [group(number, 2, every=1) for number in range(2)]
     params = [each.attach({"w": jnp.zeros(3)}) for each in groups]

@@ -24,7 +24,7 @@ from replicax._ps.local_updates.int8_blocks import encoded
 from replicax._ps.local_updates.member_rules import MemberRules
 from replicax._ps.local_updates.owner_thread import OwnerThread
 from replicax._ps.local_updates.replay_file import GroupCall, ReplayWriter, checksum_of
-from replicax._ps.local_updates.round_state import RoundState
+from replicax._ps.local_updates.round_state import RoundState, stop_mark
 from replicax._ps.local_updates.state_values import StateValues
 from replicax._ps.local_updates.stored_position import StoredPosition
 from replicax._ps.local_updates.unmerged_progress import Rebase, UnmergedProgress, moved
@@ -110,6 +110,7 @@ class BackgroundExchange:
         self._log = None if log_of is None else log_of(self._owner)
         self._claimed: dict[int, str] = {}  # the instance of which the log is
         self._checksums: dict[int, int] = {}  # of the outer parameters
+        self._stop_marks: dict[int, int] = {}  # of the instances that have answered last
         self._sent: dict[int, tuple[int, int]] = {}  # the push that was sent last, and its checksum
         self._position = StoredPosition().encoded()  # of the group, at the boundary that it has reached
         self._position_of: dict[int, np.ndarray] = {}  # at the last push of each fragment
@@ -412,7 +413,8 @@ class BackgroundExchange:
         """What a request sends of the state, as it is now."""
         match action:
             case actions.SendPush(fragment, number):
-                return self._progress[fragment].pushes[number], self._position_of[fragment]
+                values = self._progress[fragment].pushes[number]
+                return values, self._position_of[fragment], self._stop_marks[fragment]
             case actions.ClaimSlot(fragment):
                 return self._progress[fragment].start
         return None
@@ -432,7 +434,9 @@ class BackgroundExchange:
         if answer is None:
             self._do(self._rules.failed(fragment, is_absent=is_absent))
             return
-        instance, state = answer.header["versions"][0][0], state_of(np.asarray(answer.arrays[0]))
+        instance: str = answer.header["versions"][0][0]
+        state = state_of(np.asarray(answer.arrays[0])).in_instance(instance)
+        self._stop_marks[fragment] = stop_mark(instance)
         self._note_claimed(fragment, instance, state)
         if outer is not None:
             self._outer[fragment], self._checksums[fragment] = outer
@@ -495,14 +499,15 @@ class BackgroundExchange:
                 return answer
             case actions.SendPush(fragment, number, after, tokens, is_last, stops):
                 programs = self._fragments[fragment].programs
-                values, position = np.asarray(payload[0], np.float32), payload[1]
+                values, position, mark = payload
+                values = np.asarray(values, np.float32)
                 if self._log is not None:
                     sent = {fragment: (number, checksum_of(values))}
                     self._owner_thread.post(lambda: self._sent.update(sent))
                 operands = programs.push_operands(
                     self._member, self._owner, number, after, tokens,
                     encoded(values) if programs.is_compressed else [values],
-                    is_last=is_last, stops=stops, position=position,
+                    is_last=is_last, stops=mark if stops else 0, position=position,
                 )  # fmt: skip
                 return self._step(fragment, programs.push, operands)
             case actions.SendClose(fragment, version, quorum, is_flush):

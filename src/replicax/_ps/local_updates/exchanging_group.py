@@ -32,7 +32,7 @@ _logger = logging.getLogger("replicax")
 _FROZEN: Final = "frozen weight {} (all groups must load or seed it alike)"
 _STOPPED_BEFORE: Final = (
     "Group %d: some group called groups.stop() before this process came, so the training ends at its first boundary. If that "
-    "was in an earlier run, whose groups ended before `finish`, start this run once more when it has ended."
+    "was in an earlier run, whose groups ended before `finish`, restart the syncers to begin another one."
 )
 
 

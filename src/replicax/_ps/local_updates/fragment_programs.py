@@ -137,11 +137,11 @@ class FragmentPrograms:
         values: Sequence[np.ndarray],
         *,
         is_last: bool = False,
-        stops: bool = False,
+        stops: int = 0,
         position: np.ndarray | None = None,
     ) -> list[np.ndarray]:
         """Returns the operands of a push; ``values`` is a float32 [n], or what ``int8_blocks.encoded`` returns, and
-        ``position`` what ``StoredPosition.encoded`` returns.
+        ``position`` what ``StoredPosition.encoded`` returns. ``stops`` is a ``stop_mark``, and 0 without a stop.
         """
         flags = _IS_LAST * is_last + _STOPS * stops
         header = np.array([member, owner, number, after, min(tokens, MAX_TOKENS), flags], np.int32)
@@ -219,7 +219,7 @@ def _push(
     total = jnp.minimum(before[_TOKENS] + jnp.where(is_finite, tokens, 0), MAX_TOKENS)
     row = jnp.stack([owner, number, landed, total, flags & _IS_LAST])
     rounds = rounds.at[1 + member].set(jnp.where(is_next, row, before))
-    stops = rounds[0, _STOPPING] | jnp.where(is_next & (flags & _STOPS != 0), 1, 0)
+    stops = jnp.where(is_next & (flags >= _STOPS), flags // _STOPS, rounds[0, _STOPPING])
     rounds = rounds.at[0, _STOPPING].set(stops)
     slot = slots[member]
     pushed_here = values if is_state else slot + values
