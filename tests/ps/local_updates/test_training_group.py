@@ -212,16 +212,22 @@ def test_group_that_comes_after_a_stop_says_why_it_ends_at_once(group, caplog):
     assert again.should_stop
 
 
-def test_run_from_the_snapshot_of_one_that_was_stopped_does_not_stop(group, tmp_path):
-    options = {"every": 1, "patience_s": 0.0, "grace_s": 0.0}
+@pytest.fixture
+def attached(group, tmp_path):
+    """Starts a syncer from the snapshot of the one before, and attaches zeros in group 0 of 2."""
 
-    def attached():
+    def begin():
         server = rx.Server(
             {"ps": ["localhost:0"]}, "ps", 0, config=rx.ServerOptions(snapshot_dir=str(tmp_path))
         )
-        one = group(0, 2, syncers=server.target.removeprefix("grpc://"), **options)
+        address = server.target.removeprefix("grpc://")
+        one = group(0, 2, syncers=address, every=1, patience_s=0.0, grace_s=0.0)
         return server, one, one.attach({"w": jnp.zeros(3)})
 
+    return begin
+
+
+def test_run_from_the_snapshot_of_one_that_was_stopped_does_not_stop(attached):
     server, one, params = attached()
     one.stop()
     one.step({"w": params["w"] + 1}, tokens=1)
@@ -234,6 +240,16 @@ def test_run_from_the_snapshot_of_one_that_was_stopped_does_not_stop(group, tmp_
         again.step(params, tokens=1)
         again.wait(WAIT_S)
         assert not again.should_stop
+
+
+def test_next_run_from_the_snapshots_begins_with_the_parameters_at_the_end_of_the_one_before(attached):
+    for done in range(2):
+        server, one, params = attached()
+        with server:
+            assert params["w"].tolist() == [3.0 * done] * 3
+            for _ in range(3):
+                params = one.step({"w": params["w"] + 1}, tokens=1)
+            assert one.finish(WAIT_S)["w"].tolist() == [3.0 * (done + 1)] * 3
 
 
 def test_push_that_is_not_finite_is_named_with_its_group_which_adopts_the_outer_parameters(group, caplog):

@@ -271,6 +271,11 @@ class BackgroundExchange:
             say_after_s = min(2 * say_after_s, timeout_s)
         return self._owner_thread.call(lambda: list(self._values))
 
+    @property
+    def finished(self) -> Sequence[int]:
+        """The groups that have finished, in order."""
+        return self._owner_thread.call(lambda: self._rules.finished)
+
     def close(self) -> None:
         """Ends the threads, each after its request."""
         self._owner_thread.call(self._note_close)

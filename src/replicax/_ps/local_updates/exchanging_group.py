@@ -91,12 +91,7 @@ class ExchangingGroup:
       version: The number of rounds that the parameters have, in all fragments.
     """
 
-    def __init__(
-        self,
-        options: GroupOptions,
-        attached: AttachedArrays,
-        trained: TrainedSoFar,
-    ):
+    def __init__(self, options: GroupOptions, attached: AttachedArrays, trained: TrainedSoFar):
         self._options, self._attached, self._trained = options, attached, trained
         self._fragments = fragments_of(attached.specs, options.num_fragments, options.optimizer)
         self._processes = GroupProcesses(attached.topology)
@@ -125,9 +120,8 @@ class ExchangingGroup:
         self.adopts_at_once = None if processes.are_several else self._exchange
         self._outer = dict(enumerate(adopted)) if processes.are_several else {}
         self._write(dict(enumerate(adopted)))
-        for (
-            each
-        ) in self._fragments:  # what boundaries compute is compiled now, for arrays as they are from now on
+        # What boundaries compute is compiled now, for arrays as they are from now on.
+        for each in self._fragments:
             own = each.values.flat(attached.read(each.numbers))
             jax.block_until_ready(move_at_once(own, own - own, own))
             jax.block_until_ready(each.values.moved(attached.read(each.numbers), own, own))
@@ -230,6 +224,8 @@ class ExchangingGroup:
         values = self._all_of_leader("finish", lambda: self._leading.finish(timeout_s))
         self.version = self._processes.agreed(lambda: self._leading.version)
         self._write(dict(enumerate(values)))
+        if self._syncers is not None and self._leading.finished[:1] == [self._options.index]:
+            self._syncers.snapshot()
 
     @contextlib.contextmanager
     def outer(self, params: Any) -> Iterator[None]:
@@ -259,12 +255,14 @@ class ExchangingGroup:
           leaves: True if the group has finished, and tells the syncers.
         """
         if self._syncers is not None and not leaves:
-            self._syncers.close(leaves=False)  # requests that wait for a syncer fail now
+            self._syncers.close()  # requests that wait for a syncer fail now
+        have_all_finished = False
         if self._exchange is not None:
             show_groups(None)
+            have_all_finished = leaves and len(self._exchange.finished) == self._options.num_groups
             self._exchange.close()
         if self._syncers is not None and leaves:
-            self._syncers.close(leaves=True)
+            self._syncers.leave(waits=have_all_finished)
 
     # --- the beginning ----------------------------------------------------------------------------------
 

@@ -120,6 +120,16 @@ class MemberRules:
         """Returns the groups for which the end waits: those that train, and have been heard of not long ago."""
         return sorted({each for fragment in self._fragments for each in fragment.others_that_train(now)})
 
+    @property
+    def finished(self) -> list[int]:
+        """The groups that have finished all fragments."""
+        slots_of_groups = enumerate(zip(*(each.members for each in self.rounds), strict=True))
+        return [
+            group
+            for group, slots in slots_of_groups
+            if all(each.owner and each.has_finished for each in slots)
+        ]
+
     def _of_all(self, event: Callable[[FragmentRules], list[Action]]) -> list[Action]:
         return self._with_end([action for each in self._fragments for action in event(each)])
 

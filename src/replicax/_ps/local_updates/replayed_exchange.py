@@ -162,6 +162,11 @@ class ReplayedExchange:
         self.is_finished = True
         return list(self._values)
 
+    @property
+    def finished(self) -> Sequence[int]:
+        """Returns none: this is for the syncers, of which there are none."""
+        return ()
+
     def close(self) -> None:
         pass
 

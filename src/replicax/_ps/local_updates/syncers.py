@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, final
 
@@ -29,6 +30,9 @@ _SETTINGS_KEY: Final = "local updates/settings"
 _HEARTBEAT_S: Final = 5.0
 _REQUEST_S: Final = 30.0
 _GREETING_S: Final = 5.0
+_SNAPSHOT_S: Final = 300.0
+_LEAVE_S: Final = 2.0
+_LOOK_S: Final = 0.05
 
 
 @final
@@ -50,6 +54,7 @@ class Syncers:
         self._name = f"group {member}"
         members = [f"group {each}" for each in range(num_members)]
         self._described = {"incarnation": _SESSION, "member": self._name, "members": members}
+        self._greeted: dict[int, Mapping[str, Any]] = {}  # what each server has answered first
         self._closing = threading.Event()
         self._heartbeats = threading.Thread(target=self._beat, name="replicax group heartbeats", daemon=True)
 
@@ -64,7 +69,7 @@ class Syncers:
           UnauthenticatedError: They have other credentials.
           StaleCoordinatorError: A server serves the coordinator of another job.
         """
-        greeted: dict[int, Mapping[str, Any]] = {}
+        greeted = self._greeted
 
         def missing() -> Awaited | None:
             lacking = ask_each(self._clients, "hello", self._hello, greeted)
@@ -118,25 +123,55 @@ class Syncers:
 
         return ask
 
+    def snapshot(self) -> None:
+        """Has the servers that keep snapshots write one now: what the next run begins from."""
+        for index, client in enumerate(self._clients):
+            if self._greeted[index]["snapshots"] is not None:
+                try:
+                    client.ask("snapshot", {"incarnation": _SESSION, "epoch": 0}, _SNAPSHOT_S)
+                except Exception as error:
+                    log.warning(
+                        "Syncer %d has not written its last snapshot. Another run begins from an earlier one: %s",
+                        index,
+                        error,
+                    )
+
     def statistics(self) -> dict[str, int]:
         """Counts bytes in both directions."""
         counts = [client.statistics() for client in self._clients]
         return {way: sum(each[way] for each in counts) for way in ("bytes_in", "bytes_out")}
 
-    def close(self, *, leaves: bool) -> None:
-        """Ends the connections.
+    def leave(self, *, waits: bool) -> None:
+        """Tells the servers, which drop all values when the last group has left, and ends the connections.
 
         Args:
-          leaves: True to tell the servers, which drop all values when the last group has left. Otherwise the group may
-            come back.
+          waits: True to wait a moment for the other groups, which leave too. Otherwise a session that begins now could
+            be the one that ends.
         """
+        self._end_heartbeats()
+        before = self._instances() if waits else {}
+        self._ask_all("leave")
+        give_up_at = time.monotonic() + _LEAVE_S
+        while waits and before.items() & self._instances().items() and time.monotonic() < give_up_at:
+            time.sleep(_LOOK_S)
+        self.close()
+
+    def close(self) -> None:
+        """Ends the connections. The group may come back."""
+        self._end_heartbeats()
+        for client in self._clients:
+            client.close()
+
+    def _end_heartbeats(self) -> None:
         self._closing.set()
         if self._heartbeats.ident is not None:
             self._heartbeats.join(2 * _GREETING_S)
-        if leaves:
-            self._ask_all("leave")
-        for client in self._clients:
-            client.close()
+
+    def _instances(self) -> dict[int, str]:
+        """Returns the instances of the servers that answer. A server that has dropped all values is another one."""
+        told: dict[int, Mapping[str, Any]] = {}
+        ask_each(self._clients, "status", {}, told)
+        return {index: each["instance"] for index, each in told.items()}
 
     @property
     def _hello(self) -> dict[str, Any]:
