@@ -261,7 +261,7 @@ def test_job_with_a_killed_worker_restarts_and_completes(tmp_path, victim):
     assert output.count(f"| ends with {TOTAL}") == 2
 
 
-@pytest.mark.rest
+@pytest.mark.long
 def test_job_that_fails_too_often_ends(tmp_path):
     arguments = [tmp_path / "state", "1", "9"]
     with launched(tmp_path, JOB, *arguments, options=["--max-restarts", "1"]) as launcher:
@@ -499,8 +499,8 @@ def unknown_lengths(lengths):
     report(losses=losses, weights=[np.asarray(weight).tolist() for weight in model.get_weights()])
 
 
-@pytest.mark.parametrize("lengths", ["4,2", pytest.param("1,4", marks=pytest.mark.long)])
-@pytest.mark.rest
+@pytest.mark.parametrize("lengths", ["4,2", "1,4"])
+@pytest.mark.long
 def test_worker_whose_data_end_early_continues_without_rows(local_cluster, lengths):
     """The numbers are those of one device with the same global batches."""
     found = {}

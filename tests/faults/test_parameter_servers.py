@@ -544,7 +544,7 @@ def test_all_parameter_servers_rewind_together(tmp_path, caplog):
         assert job.counts == [7.0, 7.0]
 
 
-@pytest.mark.rest
+@pytest.mark.long
 def test_job_continues_without_room_for_snapshots(tmp_path, caplog):
     """A limit on the size of a process's files replaces the full disk."""
     arguments = snapshots_in(tmp_path, 0.2)

@@ -54,7 +54,7 @@ def test_chief_dies_in_a_save_and_another_task_before_an_evaluation(tmp_path, ex
 @pytest.mark.parametrize(
     "dies",
     [
-        [(0, "naming ckpt-2"), (1, "end of epoch 1")],
+        pytest.param([(0, "naming ckpt-2"), (1, "end of epoch 1")], marks=pytest.mark.long),
         pytest.param([(0, "before step 6"), (1, "writing ckpt-4")], marks=pytest.mark.long),
         pytest.param([(0, "end of epoch 0"), (2, "evaluating after step 15")], marks=pytest.mark.long),
         [(0, "writing ckpt-2"), (1, "writing ckpt-2")],

@@ -90,11 +90,17 @@ def pair(first, second, folder, num_common="2"):
         ("on_read", "run"),
         *(
             pytest.param(*names, marks=pytest.mark.rest)
-            for names in [("fit", "predict"), ("dataset", "save"), ("restore", "reduce")]
+            for names in [("dataset", "save"), ("restore", "reduce")]
         ),
         *(
             pytest.param(*names, marks=pytest.mark.long)
-            for names in [("save", "run"), ("gather", "evaluate"), ("dataset", "run"), ("fit", "save")]
+            for names in [
+                ("fit", "predict"),
+                ("save", "run"),
+                ("gather", "evaluate"),
+                ("dataset", "run"),
+                ("fit", "save"),
+            ]
         ),
     ],
 )
@@ -196,7 +202,7 @@ def late(seconds, folder):
 @pytest.mark.parametrize(
     ("seconds", "thread"),
     [
-        pytest.param("4", "", marks=pytest.mark.rest),
+        pytest.param("4", "", marks=pytest.mark.long),
         pytest.param("2", "yes", marks=pytest.mark.rest),
         pytest.param("60", "", marks=[pytest.mark.long, pytest.mark.timeout(600)]),
     ],
