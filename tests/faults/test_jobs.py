@@ -296,7 +296,7 @@ except rx.errors.ClusterStartError as error:
     [
         ("1", "0"),  # before worker 0 listens
         pytest.param("1", "5", marks=pytest.mark.long),  # while it waits
-        pytest.param("0", "0", marks=pytest.mark.rest),
+        pytest.param("0", "0", marks=pytest.mark.long),
         pytest.param("0", "5", marks=pytest.mark.long),
     ],
 )
@@ -443,8 +443,8 @@ def fitting(victim):
     report(done=True)
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.long)])
-@pytest.mark.rest
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.long
 def test_a_worker_that_is_killed_between_epochs_is_named(local_cluster, victim):
     cluster = local_cluster(2, environment=WITH_KERAS, timeout_s=LIMIT_S)
     cluster.start(fitting, [str(victim)])

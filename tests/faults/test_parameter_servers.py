@@ -369,8 +369,8 @@ def test_the_counter_is_exact_when_workers_are_killed_amid_functions_that_travel
 # --- parameter servers ----------------------------------------------------------------------------------
 
 
-@pytest.mark.rest
-@pytest.mark.parametrize("what", [pytest.param("stop", marks=pytest.mark.long), "partition"])
+@pytest.mark.long
+@pytest.mark.parametrize("what", ["stop", "partition"])
 def test_training_resumes_after_all_parameter_servers_were_silent_for_20_s(what):
     with (
         faulty_server_cluster(workers=2, ps=2) as (cluster, network),

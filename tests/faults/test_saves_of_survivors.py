@@ -67,7 +67,7 @@ def test_tasks_die_between_steps(tmp_path, expected_bits, dies):
         check_end(job, [number for number, _ in dies], expected_bits)
 
 
-@pytest.mark.rest
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_continuous_saves_continue_over_deaths(tmp_path, expected_bits):
     """The survivors begin the next save at the same boundary, whatever they knew when a task died."""

@@ -344,7 +344,7 @@ def marked(name):
     return pytest.param(name, marks=marks)
 
 
-@pytest.mark.parametrize("name", map(marked, PROGRAMS))
+@pytest.mark.parametrize("name", [marked(name) for name in PROGRAMS])
 def test_numbers_are_those_of_one_process_and_deaths_change_no_bit(name, monkeypatch):
     train = PROGRAMS[name]
     mirrored = plain(train(rx.MirroredStrategy(jax.devices()[:R])))
