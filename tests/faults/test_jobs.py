@@ -312,7 +312,7 @@ def test_a_task_that_fails_before_it_joins_is_named_at_once(tmp_path, failed, af
     assert "ImportError: a package is missing here" in heard
 
 
-@pytest.mark.rest
+@pytest.mark.long
 def test_worker_that_joins_after_a_failure_hears_of_it(tmp_path):
     """Worker 1 fails before it joins; worker 0 learns of it and ends; worker 2 joins only then."""
     hosts = ",".join(f"127.0.0.1:{port}" for port in free_ports(3))

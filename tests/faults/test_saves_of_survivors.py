@@ -97,7 +97,7 @@ def test_sigterm_after_a_death_makes_all_live_tasks_save_and_the_job_resumes_wit
     assert dict(job.printed("bits")) == {f"worker {number}": expected_bits for number in range(WORKERS)}
 
 
-@pytest.mark.rest
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_training_goes_on_in_the_other_mode_from_its_checkpoints(tmp_path, tmp_path_factory):
     """Two epochs with fault tolerance and a death, one without, one with: as in one mode, to rounding."""

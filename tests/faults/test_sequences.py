@@ -88,14 +88,12 @@ def pair(first, second, folder, num_common="2"):
     ("first", "second"),
     [
         ("on_read", "run"),
-        *(
-            pytest.param(*names, marks=pytest.mark.rest)
-            for names in [("dataset", "save"), ("restore", "reduce")]
-        ),
+        pytest.param("restore", "reduce", marks=pytest.mark.rest),
         *(
             pytest.param(*names, marks=pytest.mark.long)
             for names in [
                 ("fit", "predict"),
+                ("dataset", "save"),
                 ("save", "run"),
                 ("gather", "evaluate"),
                 ("dataset", "run"),

@@ -15,7 +15,7 @@ def over(*numbers, **others):
         (2, 2, 0, 0, 1),
         (2, 2, 1, 0, 5),
         (2, 1, 0, 1, 1),
-        pytest.param(2, 2, 0, 1, 1, marks=pytest.mark.rest),
+        pytest.param(2, 2, 0, 1, 1, marks=pytest.mark.long),
         pytest.param(2, 1, 1, 1, 5, marks=pytest.mark.long),
     ],
 )
