@@ -514,7 +514,7 @@ def test_a_parameter_server_comes_back_with_its_snapshot(tmp_path, caplog):
         assert job.counts == [counts[0] + 3.0, counts[1] + 13.0]
 
 
-@pytest.mark.rest
+@pytest.mark.long
 def test_all_parameter_servers_rewind_together(tmp_path, caplog):
     arguments = snapshots_in(tmp_path, 1000)
     with (

@@ -24,15 +24,9 @@ def ended(job):
     return dict(job.printed("bits"))
 
 
-@pytest.mark.rest
+@pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("lacks", "named"),
-    [
-        pytest.param("scale", "scale", marks=pytest.mark.long),
-        ("iterator", "argument 0, argument 1"),
-    ],
-)
+@pytest.mark.parametrize(("lacks", "named"), [("scale", "scale"), ("iterator", "argument 0, argument 1")])
 def test_replacement_that_lacks_state_ends_with_its_name_and_the_others_finish(tmp_path, lacks, named):
     with LaunchedJob(tmp_path / "undisturbed", forgetful, workers=WORKERS) as job:
         expected = set(ended(job).values())
