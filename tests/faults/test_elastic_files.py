@@ -125,6 +125,7 @@ def test_loop_over_files_trains_every_row_once_per_epoch(tmp_path, workers):
         np.testing.assert_array_equal(counts, 2)
 
 
+@pytest.mark.long
 def test_loop_over_files_resumes_from_the_disks_of_its_hosts(tmp_path):
     """The same number of workers resumes from the newest local checkpoint, another number from the shared one."""
     write(tmp_path)
@@ -137,7 +138,7 @@ def test_loop_over_files_resumes_from_the_disks_of_its_hosts(tmp_path):
         np.testing.assert_array_equal(counts, 2)
 
 
-@pytest.mark.parametrize("workers", [(2, 3, 1), pytest.param((1, 2), marks=pytest.mark.long)], ids=str)
+@pytest.mark.parametrize("workers", [pytest.param((2, 3, 1), marks=pytest.mark.long), (1, 2)], ids=str)
 def test_fit_on_files_trains_every_row_once_per_epoch(tmp_path, workers):
     """The epochs after the resumed one are complete too, whatever number of batches that one had."""
     write(tmp_path)

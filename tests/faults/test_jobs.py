@@ -261,7 +261,7 @@ def test_job_with_a_killed_worker_restarts_and_completes(tmp_path, victim):
     assert output.count(f"| ends with {TOTAL}") == 2
 
 
-@pytest.mark.rest
+@pytest.mark.long
 def test_job_that_fails_too_often_ends(tmp_path):
     arguments = [tmp_path / "state", "1", "9"]
     with launched(tmp_path, JOB, *arguments, options=["--max-restarts", "1"]) as launcher:
@@ -296,7 +296,7 @@ except rx.errors.ClusterStartError as error:
     [
         ("1", "0"),  # before worker 0 listens
         pytest.param("1", "5", marks=pytest.mark.long),  # while it waits
-        pytest.param("0", "0", marks=pytest.mark.rest),
+        pytest.param("0", "0", marks=pytest.mark.long),
         pytest.param("0", "5", marks=pytest.mark.long),
     ],
 )
@@ -312,7 +312,7 @@ def test_a_task_that_fails_before_it_joins_is_named_at_once(tmp_path, failed, af
     assert "ImportError: a package is missing here" in heard
 
 
-@pytest.mark.rest
+@pytest.mark.long
 def test_worker_that_joins_after_a_failure_hears_of_it(tmp_path):
     """Worker 1 fails before it joins; worker 0 learns of it and ends; worker 2 joins only then."""
     hosts = ",".join(f"127.0.0.1:{port}" for port in free_ports(3))
@@ -443,8 +443,8 @@ def fitting(victim):
     report(done=True)
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.long)])
-@pytest.mark.rest
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.long
 def test_a_worker_that_is_killed_between_epochs_is_named(local_cluster, victim):
     cluster = local_cluster(2, environment=WITH_KERAS, timeout_s=LIMIT_S)
     cluster.start(fitting, [str(victim)])
@@ -499,8 +499,8 @@ def unknown_lengths(lengths):
     report(losses=losses, weights=[np.asarray(weight).tolist() for weight in model.get_weights()])
 
 
-@pytest.mark.parametrize("lengths", ["4,2", pytest.param("1,4", marks=pytest.mark.long)])
-@pytest.mark.rest
+@pytest.mark.parametrize("lengths", ["4,2", "1,4"])
+@pytest.mark.long
 def test_worker_whose_data_end_early_continues_without_rows(local_cluster, lengths):
     """The numbers are those of one device with the same global batches."""
     found = {}

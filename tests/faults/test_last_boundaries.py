@@ -106,10 +106,10 @@ def test_killed_worker_costs_only_the_interrupted_step(tmp_path):
 @pytest.mark.parametrize(
     ("program", "workers", "seed"),
     [
-        ("fitting", 2, 1),
+        pytest.param("fitting", 2, 1, marks=pytest.mark.long),
         ("reading", 2, 2),
         pytest.param("looping", 4, 3, marks=pytest.mark.long),
-        ("counting", 4, 4),
+        pytest.param("counting", 4, 4, marks=pytest.mark.long),
     ],
 )
 def test_random_kills(tmp_path, program, workers, seed):
@@ -164,9 +164,9 @@ def test_worker_whose_main_thread_is_stuck_saves(tmp_path):
     assert {bits for _, bits in job.printed("bits")} == {"[40.0, 40.0, 40.0]"}
 
 
-@pytest.mark.rest
+@pytest.mark.long
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_preemption_beside_a_death_loses_nothing(tmp_path, seed):
     """SIGTERM makes all save together; some of them die meanwhile."""
     expected, random_one = bits_of_undisturbed(tmp_path, "handling", 2), random.Random(seed)

@@ -369,8 +369,8 @@ def test_the_counter_is_exact_when_workers_are_killed_amid_functions_that_travel
 # --- parameter servers ----------------------------------------------------------------------------------
 
 
-@pytest.mark.rest
-@pytest.mark.parametrize("what", [pytest.param("stop", marks=pytest.mark.long), "partition"])
+@pytest.mark.long
+@pytest.mark.parametrize("what", ["stop", "partition"])
 def test_training_resumes_after_all_parameter_servers_were_silent_for_20_s(what):
     with (
         faulty_server_cluster(workers=2, ps=2) as (cluster, network),
@@ -514,7 +514,7 @@ def test_a_parameter_server_comes_back_with_its_snapshot(tmp_path, caplog):
         assert job.counts == [counts[0] + 3.0, counts[1] + 13.0]
 
 
-@pytest.mark.rest
+@pytest.mark.long
 def test_all_parameter_servers_rewind_together(tmp_path, caplog):
     arguments = snapshots_in(tmp_path, 1000)
     with (
@@ -544,7 +544,7 @@ def test_all_parameter_servers_rewind_together(tmp_path, caplog):
         assert job.counts == [7.0, 7.0]
 
 
-@pytest.mark.rest
+@pytest.mark.long
 def test_job_continues_without_room_for_snapshots(tmp_path, caplog):
     """A limit on the size of a process's files replaces the full disk."""
     arguments = snapshots_in(tmp_path, 0.2)

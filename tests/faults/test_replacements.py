@@ -24,15 +24,9 @@ def ended(job):
     return dict(job.printed("bits"))
 
 
-@pytest.mark.rest
+@pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("lacks", "named"),
-    [
-        pytest.param("scale", "scale", marks=pytest.mark.long),
-        ("iterator", "argument 0, argument 1"),
-    ],
-)
+@pytest.mark.parametrize(("lacks", "named"), [("scale", "scale"), ("iterator", "argument 0, argument 1")])
 def test_replacement_that_lacks_state_ends_with_its_name_and_the_others_finish(tmp_path, lacks, named):
     with LaunchedJob(tmp_path / "undisturbed", forgetful, workers=WORKERS) as job:
         expected = set(ended(job).values())
@@ -91,9 +85,9 @@ def check_trial(folder, seed):
     return killed, back
 
 
-@pytest.mark.rest
+@pytest.mark.long
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
+@pytest.mark.parametrize("seed", range(3))
 def test_random_kills_with_replacements_leave_the_same_bits(tmp_path, seed):
     check_trial(tmp_path, seed)
 

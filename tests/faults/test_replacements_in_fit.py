@@ -58,14 +58,14 @@ def test_replacement_enters_a_fit_in_the_middle_of_an_epoch(tmp_path, undisturbe
     check(tmp_path, undisturbed, FIT, "epochs=3", [(1, "step 3")], ["step 7"])
 
 
-@pytest.mark.rest
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("dies", "waits"),
     [
-        pytest.param([(0, "step 2")], ["step 5"], marks=pytest.mark.long),
-        pytest.param([(0, "validation 0")], ["end 0"], marks=pytest.mark.long),
-        pytest.param([(2, "end 0")], ["step 6"], marks=pytest.mark.long),
+        ([(0, "step 2")], ["step 5"]),
+        ([(0, "validation 0")], ["end 0"]),
+        ([(2, "end 0")], ["step 6"]),
         ([(1, "step 2"), (0, "step 8")], ["step 4", "step 10"]),
         ([(0, "step 2"), (0, "validation 1")], ["step 4", "step 12"]),
     ],

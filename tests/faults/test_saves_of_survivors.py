@@ -54,7 +54,7 @@ def test_chief_dies_in_a_save_and_another_task_before_an_evaluation(tmp_path, ex
 @pytest.mark.parametrize(
     "dies",
     [
-        [(0, "naming ckpt-2"), (1, "end of epoch 1")],
+        pytest.param([(0, "naming ckpt-2"), (1, "end of epoch 1")], marks=pytest.mark.long),
         pytest.param([(0, "before step 6"), (1, "writing ckpt-4")], marks=pytest.mark.long),
         pytest.param([(0, "end of epoch 0"), (2, "evaluating after step 15")], marks=pytest.mark.long),
         [(0, "writing ckpt-2"), (1, "writing ckpt-2")],
@@ -67,7 +67,7 @@ def test_tasks_die_between_steps(tmp_path, expected_bits, dies):
         check_end(job, [number for number, _ in dies], expected_bits)
 
 
-@pytest.mark.rest
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_continuous_saves_continue_over_deaths(tmp_path, expected_bits):
     """The survivors begin the next save at the same boundary, whatever they knew when a task died."""
@@ -97,7 +97,7 @@ def test_sigterm_after_a_death_makes_all_live_tasks_save_and_the_job_resumes_wit
     assert dict(job.printed("bits")) == {f"worker {number}": expected_bits for number in range(WORKERS)}
 
 
-@pytest.mark.rest
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_training_goes_on_in_the_other_mode_from_its_checkpoints(tmp_path, tmp_path_factory):
     """Two epochs with fault tolerance and a death, one without, one with: as in one mode, to rounding."""

@@ -88,13 +88,17 @@ def pair(first, second, folder, num_common="2"):
     ("first", "second"),
     [
         ("on_read", "run"),
-        *(
-            pytest.param(*names, marks=pytest.mark.rest)
-            for names in [("fit", "predict"), ("dataset", "save"), ("restore", "reduce")]
-        ),
+        pytest.param("restore", "reduce", marks=pytest.mark.rest),
         *(
             pytest.param(*names, marks=pytest.mark.long)
-            for names in [("save", "run"), ("gather", "evaluate"), ("dataset", "run"), ("fit", "save")]
+            for names in [
+                ("fit", "predict"),
+                ("dataset", "save"),
+                ("save", "run"),
+                ("gather", "evaluate"),
+                ("dataset", "run"),
+                ("fit", "save"),
+            ]
         ),
     ],
 )
@@ -196,7 +200,7 @@ def late(seconds, folder):
 @pytest.mark.parametrize(
     ("seconds", "thread"),
     [
-        pytest.param("4", "", marks=pytest.mark.rest),
+        pytest.param("4", "", marks=pytest.mark.long),
         pytest.param("2", "yes", marks=pytest.mark.rest),
         pytest.param("60", "", marks=[pytest.mark.long, pytest.mark.timeout(600)]),
     ],

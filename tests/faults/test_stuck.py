@@ -23,6 +23,7 @@ def test_job_with_a_worker_that_hangs_in_a_callback_restarts_and_completes(tmp_p
     assert text.count("Starting all tasks again") == 1
 
 
+@pytest.mark.long
 def test_job_with_a_worker_that_never_comes_to_a_step_restarts_and_completes(tmp_path):
     """Its heartbeats continue; the others do not wait for it for ever."""
     with LaunchedJob(tmp_path, staying_away, max_restarts=1) as job:

@@ -118,10 +118,10 @@ LONG, REST = pytest.mark.long, pytest.mark.rest
     [
         ("killed", "died without a word", 0),
         pytest.param("killed", "died without a word", 1, marks=LONG),
-        pytest.param("raises", "ValueError: a mistake of my own", 0, marks=REST),
+        pytest.param("raises", "ValueError: a mistake of my own", 0, marks=LONG),
         pytest.param("raises", "ValueError: a mistake of my own", 1, marks=LONG),
         pytest.param("leaves", "has ended its program", 0, marks=LONG),
-        pytest.param("leaves", "has ended its program", 1, marks=REST),
+        pytest.param("leaves", "has ended its program", 1, marks=LONG),
         pytest.param("killed while others are idle", "died without a word", 0, marks=REST),
         pytest.param("killed while others are idle", "died without a word", 1, marks=LONG),
         pytest.param("compiling", "died without a word", 0, marks=LONG),

@@ -25,7 +25,7 @@ STRATEGIES = {
 
 
 # With CPU devices as stand-ins these add nothing to the other tests.
-LONG = {"mirrored_one", "central_all", "convolution", "attention"}
+LONG = {"default", "mirrored_one", "central_all", "convolution", "attention", "mixed_bfloat16"}
 
 
 def named(names):

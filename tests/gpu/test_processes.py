@@ -53,6 +53,7 @@ def reports(environment, num_workers):
     return [result.report for result in results.values()]
 
 
+@pytest.mark.long  # with CPU devices, tests/multi_worker/test_multi_worker_mirrored.py has the same
 def test_two_processes_train_as_one(environment, names, platform):
     if len(names) < 2:
         pytest.skip("needs two GPUs")

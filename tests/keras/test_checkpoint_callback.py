@@ -154,9 +154,9 @@ FEEDS = {
     },
     "generator": lambda strategy: {"x": generator(), "steps_per_epoch": 5},
 }
-# Each kind of data keeps its position: passes of arrays, a PyDataset's with its state, and rx.data's;
-# test_resumes_at_the_end_of_an_epoch has the distributed one.
-LONG_FEEDS = {"arrays_by_steps", "arrays_split", "py_dataset", "distributed"}
+# Each kind of data keeps its position: a generator, a PyDataset with its state, and rx.data. Arrays are in
+# test_resumes_from_a_continuous_save, distributed data in test_resumes_at_the_end_of_an_epoch.
+LONG_FEEDS = {"arrays", "arrays_by_steps", "arrays_split", "py_dataset", "distributed"}
 
 
 def fit(strategy, feed, callbacks, **options):
@@ -259,6 +259,7 @@ def test_under_other_strategies(name, tmp_path):
     assert_goes_on(STRATEGIES[name](), "arrays", tmp_path, dies_after=8)
 
 
+@pytest.mark.long
 def test_a_step_of_tensorflow_style(mirrored, tmp_path, monkeypatch):
     monkeypatch.setitem(globals(), "make_model", lambda strategy, steps: tensorflow_style(strategy))
     assert_goes_on(mirrored, "arrays", tmp_path, dies_after=8)
@@ -268,9 +269,9 @@ def test_a_step_of_tensorflow_style(mirrored, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("feed", "steps"),
     [
-        ("arrays", 6),
+        pytest.param("arrays", 6, marks=pytest.mark.long),
         pytest.param("rx_data", 6, marks=pytest.mark.quick),
-        ("arrays_by_steps", 4),
+        pytest.param("arrays_by_steps", 4, marks=pytest.mark.long),
         ("distributed", 5),
     ],
 )
@@ -312,6 +313,7 @@ def test_interrupted_before_the_last_batch_has_become_an_epoch(mirrored, died_af
     assert len(log.batches) == BATCHES * EPOCHS - died_after
 
 
+@pytest.mark.long
 def test_several_steps_in_one_call(mirrored, tmp_path):
     again, log = assert_goes_on(
         mirrored, "arrays", tmp_path, dies_after=4, save_freq=4, steps_per_execution=2
@@ -517,7 +519,13 @@ RESTARTS = {
 }
 
 
-@pytest.mark.parametrize("name", RESTARTS)
+# The first counts like EarlyStopping; test_a_learning_rate_is_computed_once_for_each_epoch has the second.
+LONG_RESTARTS = {"reduce_lr_on_plateau", "learning_rate_scheduler"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG_RESTARTS)) for name in RESTARTS]
+)
 def test_restart_values_of_keras_callbacks(one_device, tmp_path, name):
     make, look, uninterrupted, resumed = RESTARTS[name]
     folders = [tmp_path / part for part in ("whole", "parts")]
@@ -754,6 +762,7 @@ test.fit(strategy, "arrays", [test.CheckpointCallback({folder!r}), IsTold()])
 """
 
 
+@pytest.mark.long
 def test_preempted_process_saves_and_another_resumes(mirrored, tmp_path):
     here = Path(__file__).parent
     program = PROGRAM.format(tests=str(here.parent), here=str(here), folder=str(tmp_path))

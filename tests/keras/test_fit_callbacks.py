@@ -33,7 +33,7 @@ def strategy():
     return rx.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.long), 3])
 def any_strategy(request, strategy):
     return strategy if request.param == 3 else rx.MirroredStrategy(["cpu:0", "cpu:1"])
 

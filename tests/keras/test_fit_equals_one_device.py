@@ -137,10 +137,18 @@ LONG_PAIRS = {
     ("clipped", "steps_per_execution"),
     ("inputs_and_outputs", "distributed_dataset"),
     ("inputs_and_outputs", "distributed_from_function"),
+    ("inputs_and_outputs", "initial_epoch"),
+    ("inputs_and_outputs", "py_dataset"),
+    ("custom_train_step", "grain_iter"),
+    ("convolution", "arrays"),
+    ("averaged", "arrays"),
 }
 LONG_CASES = {
     ("dense", "arrays", "default"),
     ("dense", "arrays", "one_device"),
+    ("dense", "arrays", "mirrored_2"),
+    ("dense", "validation_data", "one_device"),
+    ("add_loss", "arrays", "default"),
     ("add_loss", "arrays", "mirrored_3"),
     ("add_loss", "validation_data", "mirrored_3"),
     ("dense", "arrays", "mirrored_5"),
@@ -155,7 +163,6 @@ LONG_CASES = {
     ("custom_train_step", "arrays", "one_device"),
     ("inputs_and_outputs", "steps_per_execution", "central_2"),
     ("inputs_and_outputs", "arrays", "central_2"),
-    ("inputs_and_outputs", "py_dataset", "central_2"),
 }
 # Keras's own warnings, which it gives on one device too.
 WARNINGS = (
@@ -237,16 +244,13 @@ def assert_variables_at_home(model, strategy):
 
 # In `make test` most models are trained on arrays.
 QUICK_FEEDS = {"arrays", "in_order", "fit_only"}
-REST_MODELS = {"accumulating", "add_loss", "averaged", "clipped", "convolution", "dice", "inputs_and_outputs"}
+REST_MODELS = {"accumulating", "clipped", "dice", "inputs_and_outputs"}
 REST_STRATEGIES = {"central_2"}
-REST_CASES = {("dense", "arrays", "mirrored_2")}  # three replicas have batches that they do not divide, too
 
 
 def marks_of(*names):
     is_long = LONG & {*names} or any({*some} <= {*names} for some in LONG_PAIRS | LONG_CASES)
-    is_rest = (
-        not QUICK_FEEDS & {*names} or bool((REST_MODELS | REST_STRATEGIES) & {*names}) or names in REST_CASES
-    )
+    is_rest = not QUICK_FEEDS & {*names} or bool((REST_MODELS | REST_STRATEGIES) & {*names})
     return [pytest.mark.long] * bool(is_long) + [pytest.mark.rest] * is_rest
 
 

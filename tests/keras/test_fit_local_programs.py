@@ -15,13 +15,15 @@ from replicax._src.keras.step_functions import GlobalStepFunction
 from replicax._src.lowering.local_programs import LocalStep
 
 NUM_REPLICAS, NUM_STEPS = 3, 5
+# Models that compile slowly, or are like others.
+LONG = {"built_by_fit", "lstm", "gru_per_time_step", "attention", "mixed_bfloat16", "dice"}
 CASES = [
     pytest.param(
         name, phase, id=f"{name}-{phase.name}", marks=[] if (name, phase) == ("dense", TRAIN) else mark
     )
     for name in SUBJECTS
     for phase in (TRAIN, TEST)
-    for mark in [pytest.mark.rest if phase is TRAIN else pytest.mark.long]
+    for mark in [pytest.mark.rest if phase is TRAIN and name not in LONG else pytest.mark.long]
 ]
 pytestmark = [  # Keras, in BinaryIoU
     pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64"),

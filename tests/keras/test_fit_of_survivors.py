@@ -153,7 +153,8 @@ DEATHS = [[[0], [1], [2]], [[0], [1], [2], None], HALVES, [*HALVES, None], ALONE
     "name",
     [
         "normalised",
-        *(pytest.param(name, marks=pytest.mark.rest) for name in ("clipped", "dropped", "half", "dataset")),
+        pytest.param("clipped", marks=pytest.mark.long),
+        *(pytest.param(name, marks=pytest.mark.rest) for name in ("dropped", "half", "dataset")),
     ],
 )
 def test_no_bit_depends_on_who_computes_a_replica_nor_on_cut_steps(name, monkeypatch):

@@ -108,6 +108,8 @@ PROGRAMS = {
     "averaged": (lambda: compiled(optimizer={"use_ema": True, "ema_momentum": 0.9}), arrays),
     "accumulated": (lambda: compiled(optimizer={"gradient_accumulation_steps": 3}), arrays),
 }
+# With the first test of arrays, these have each way in which a fit goes through its data.
+SHORT = {"several steps", "a pass of two epochs", "unknown length", "py_dataset"}
 
 
 def plain(value):
@@ -182,7 +184,9 @@ def test_replacement_ends_with_the_bits_of_the_others(monkeypatch, tmp_path):
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name not in SHORT)) for name in PROGRAMS]
+)
 def test_replacement_of_any_fit_ends_with_the_bits_of_the_others(name, monkeypatch, tmp_path):
     """It enters in the middle of an epoch, after its last batch, after the epoch, and after the last one."""
     check_all(monkeypatch, tmp_path, PROGRAMS[name], only=[1, -8, -7, -6, -1])

@@ -413,6 +413,7 @@ CASES = [
 LONG = {
     ("masked", BySuper, "mirrored_3"),
     ("mixed_float16", BySuper, "mirrored_3"),
+    ("weighted_outputs", ByHand, "mirrored_3"),
     ("weighted_outputs", BySuper, "mirrored_3"),
     ("masked_states", ByHand, "mirrored_3"),
     ("outputs", BySuper, "outside"),

@@ -184,6 +184,7 @@ def test_survivors_of_a_killed_chief_finish_with_the_same_bits_and_the_next_chie
     assert not [pid for pid in killed.pids if is_there(pid)]
 
 
+@pytest.mark.long
 def test_stopped_worker_that_wakes_after_the_others_have_finished_ends_itself_and_the_job_succeeds(launch):
     stopped = launch("stopped", REPLICAX_SILENCE_TIMEOUT_S="6")
     until(lambda: len(stopped.pids) == 3, "step 15")
@@ -204,6 +205,7 @@ def test_stopped_worker_that_wakes_after_the_others_have_finished_ends_itself_an
     assert "is killed" not in stopped.shown
 
 
+@pytest.mark.long
 def test_killed_workers_come_back_while_the_others_train_and_no_bit_changes(launch):
     """Worker 2 is killed, and worker 0, the chief, when the first one is back."""
     undisturbed = launch("undisturbed", program=COMES_BACK)

@@ -942,7 +942,7 @@ CASES = {
     "built in the step": (mlp, lambda: keras.optimizers.Adam(0.01), {"is_built": False}),
 }
 # The others are like these.
-LONG = ("adam with clipping", "adamw with averages")
+LONG = ("sgd", "adam with clipping", "adamw with averages")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,14 @@ import verdicts
 TABLE = verdicts.read_table()
 PROGRAMS = {f"{program.parent.name}/{program.stem}": program for program in recording.all_programs()}
 RUN_HERE = [name for name, program in PROGRAMS.items() if not recording.needs_tensorflow(program)]
+# They start clusters; other tests of processes have the same errors, or another program.
+LONG = {
+    "tensorflow/another_program_on_the_port_of_worker_0",
+    "tensorflow/launch_of_a_worker_that_finds_no_data",
+    "tensorflow/one_worker_of_two_started",
+    "tensorflow/two_workers_with_index_0",
+    "tensorflow/worker_0_saves_the_checkpoint_alone",
+}
 
 
 def recorded(name):
@@ -32,7 +40,9 @@ def outputs(request):
 
 @pytest.mark.rest
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", RUN_HERE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in RUN_HERE]
+)
 def test_a_mistake_gets_the_message_of_the_table(outputs, name):
     recording.check(outputs[PROGRAMS[name]], TABLE[name], recorded(name))
 

@@ -53,8 +53,8 @@ def test_same_number_resumes_bit_identically_from_the_newest_intact_checkpoint(f
         assert worker["rows"] == uninterrupted["rows"]
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.long)])
-@pytest.mark.rest
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.long
 def test_another_number_of_workers_resumes_too(workers, folder, first, reports_of):
     for worker in resumed(folder, first, reports_of, "2", workers):
         assert (worker["restored"], worker["at_restore"]) == ("ckpt-2", 48)

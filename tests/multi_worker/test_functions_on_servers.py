@@ -224,7 +224,7 @@ def test_job_continues_without_a_stopped_worker(cluster, coordinator):
     assert int(counter) == 22
 
 
-@pytest.mark.rest
+@pytest.mark.long
 def test_a_killed_parameter_server_is_named_in_time():
     with server_cluster(workers=1, ps=2) as cluster:
         with (

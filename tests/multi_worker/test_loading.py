@@ -30,7 +30,7 @@ def saved(folder, how, num_layers):
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation")  # Keras saves so
-@pytest.mark.parametrize("how", NAMES)
+@pytest.mark.parametrize("how", ["weights", pytest.param("model", marks=pytest.mark.long), "safetensors"])
 def test_each_process_needs_its_shards_and_one_variable(how, tmp_path):
     small, _ = saved(tmp_path, how, 2)
     large, values = saved(tmp_path, how, 32)

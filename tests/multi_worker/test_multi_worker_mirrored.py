@@ -296,7 +296,6 @@ def assert_fitted_alike(got, expected):
 
 
 KINDS = [
-    ("files", "tensorflow"),
     ("function", "ahead"),
     *(
         pytest.param(kind, style, marks=pytest.mark.long)
@@ -304,6 +303,7 @@ KINDS = [
             ("function", "jax"),
             ("shared", "jax"),
             ("files", "jax"),
+            ("files", "tensorflow"),
             ("shared", "several"),
             ("files", "several"),
             ("function", "several"),

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("devices", "state", "shards", "num_logical"),
     [
-        (1, "all", 2, 1),
+        pytest.param(1, "all", 2, 1, marks=pytest.mark.long),
         pytest.param(2, "all", 2, 1, marks=pytest.mark.long),
         pytest.param(2, "all", 4, 1, marks=pytest.mark.long),
         pytest.param(2, "optimizer", 4, 1, marks=pytest.mark.long),

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.timeout(180)
     scope="module",
     params=[
         (2, 1),
-        pytest.param((2, 2), marks=pytest.mark.rest),
+        pytest.param((2, 2), marks=pytest.mark.long),
         pytest.param((3, 1), marks=pytest.mark.long),
     ],
     ids=lambda size: f"{size[0]}_workers_of_{size[1]}",

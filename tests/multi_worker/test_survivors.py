@@ -29,11 +29,16 @@ DEATHS = {
     "two at once": ("dataset", (0, 8), (1, 8)),
     "in evaluation, after a generator": ("generator", (1, 7)),
 }
-QUICK = "the chief in a step"
+QUICK, REST = "the chief in a step", "in evaluation, after a generator"
 
 
 @pytest.mark.parametrize(
-    "name", [QUICK, *(pytest.param(n, marks=pytest.mark.rest) for n in DEATHS if n != QUICK)]
+    "name",
+    [
+        QUICK,
+        pytest.param(REST, marks=pytest.mark.rest),
+        *(pytest.param(n, marks=pytest.mark.long) for n in DEATHS if n not in (QUICK, REST)),
+    ],
 )
 def test_survivors_end_with_the_bits_of_an_undisturbed_training(name):
     data, *deaths = DEATHS[name]
@@ -48,7 +53,7 @@ def test_survivors_end_with_the_bits_of_an_undisturbed_training(name):
 @pytest.mark.parametrize(
     ("deaths", "in_function"),
     [
-        ([(0, 7)], False),
+        pytest.param([(0, 7)], False, marks=pytest.mark.long),
         ([(2, 3), (0, 12)], True),
         pytest.param([(0, 7)], True, marks=pytest.mark.long),
         pytest.param([(2, 3), (0, 12)], False, marks=pytest.mark.long),

@@ -11,7 +11,7 @@ import pytest
 import replicax as rx
 from replicax._plan import planning
 
-REST = pytest.mark.rest
+LONG, REST = pytest.mark.long, pytest.mark.rest
 WIDTH, HIDDEN, ROWS = 512, 1024, 8
 LARGE = WIDTH * HIDDEN * 4
 X, Y = np.zeros((ROWS, WIDTH), np.float32), np.zeros((ROWS, 4), np.float32)
@@ -65,7 +65,7 @@ METHODS = {"fit": (X, Y), "train_on_batch": (X, Y), "evaluate": (X, Y), "predict
 
 @pytest.mark.parametrize(("method", "shard_state", "is_built"), [
     ("fit", None, True),
-    *(pytest.param(method, state, is_built, marks=REST)
+    *(pytest.param(method, state, is_built, marks=LONG if state == "optimizer" and method != "fit" else REST)
       for method in METHODS for state in (None, "optimizer", "all") for is_built in (True, False)
       if (method, state, is_built) != ("fit", None, True) and (is_built or not method.endswith("batch"))),
 ])  # fmt: skip

@@ -375,7 +375,7 @@ print(json.dumps([held, status("VmHWM") - empty]))
 
 @pytest.mark.timeout(240)
 @pytest.mark.rest
-@pytest.mark.parametrize("role", ["primary", "backup"])
+@pytest.mark.parametrize("role", ["primary", pytest.param("backup", marks=pytest.mark.long)])
 def test_memory_is_that_of_the_values(tmp_path, role):
     """A snapshot while updates continue, of a server that sends them and of one that receives them."""
     command = [sys.executable, "-c", MEMORY, role, str(tmp_path)]

@@ -15,8 +15,8 @@ def over(*numbers, **others):
         (2, 2, 0, 0, 1),
         (2, 2, 1, 0, 5),
         (2, 1, 0, 1, 1),
-        pytest.param(2, 2, 0, 1, 1, marks=pytest.mark.rest),
-        pytest.param(2, 1, 1, 1, 5, marks=pytest.mark.rest),
+        pytest.param(2, 2, 0, 1, 1, marks=pytest.mark.long),
+        pytest.param(2, 1, 1, 1, 5, marks=pytest.mark.long),
     ],
 )
 def test_every_order_ends_well(num_members, num_steps, num_kills, num_cuts, num_endings):

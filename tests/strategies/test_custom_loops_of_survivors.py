@@ -335,11 +335,16 @@ QUICK = (
     "ON_READ variables",
     "datasets from a function",
 )
+# Parts of "batch normalization" and of the step in TensorFlow's style.
+LONG = ("a Keras model", "dropout")
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.rest) for n in PROGRAMS]
-)
+def marked(name):
+    marks = [] if name in QUICK else [pytest.mark.long if name in LONG else pytest.mark.rest]
+    return pytest.param(name, marks=marks)
+
+
+@pytest.mark.parametrize("name", [marked(name) for name in PROGRAMS])
 def test_numbers_are_those_of_one_process_and_deaths_change_no_bit(name, monkeypatch):
     train = PROGRAMS[name]
     mirrored = plain(train(rx.MirroredStrategy(jax.devices()[:R])))

@@ -23,10 +23,10 @@ STRATEGIES = {
 
 
 # Like the default strategy, and like three replicas.
-REST = {"one device", "mirrored 2"}
+LONG = {"one device", "mirrored 2"}
 
 
-@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.rest] * (name in REST)) for name in STRATEGIES])
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in STRATEGIES])
 def strategy(request):
     return STRATEGIES[request.param]()
 

@@ -73,7 +73,7 @@ LONG, REST = pytest.mark.long, pytest.mark.rest
         ("run", 2, "all", None, True),
         ("fit", 2, "all", None, True),
         pytest.param("function", 2, "all", None, True, marks=LONG),
-        pytest.param("steps", 2, "all", None, True, marks=REST),
+        pytest.param("steps", 2, "all", None, True, marks=LONG),
         pytest.param("run", 2, "all", None, False, marks=LONG),
         pytest.param("fit", 2, "all", None, False, marks=LONG),
         pytest.param("run", 2, "optimizer", None, True, marks=REST),
