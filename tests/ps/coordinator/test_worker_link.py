@@ -321,7 +321,7 @@ def test_nothing_is_heard_of_a_closed_connection(connected):
 
 def test_a_real_thread_sends_large_messages():
     """The fakes of this file agree with the real threads."""
-    from replicax._ps.coordinator.request_threads import RequestThreads
+    from replicax._ps.client.request_threads import RequestThreads
 
     threads, owner, peer = RequestThreads("test"), Owner(), Link()
     link = WorkerLink("worker 0", 1, lambda timeout_s: peer, owner, threads)

@@ -16,11 +16,11 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import count
 from typing import Any, Final, TypeVar, final
 
+from replicax._ps.client.request_threads import RequestThreads
 from replicax._ps.client.session import Session
 from replicax._ps.coordinator.coordinator_options import CoordinatorOptions
 from replicax._ps.coordinator.readable import Readable
 from replicax._ps.coordinator.remote_value import RemoteValue
-from replicax._ps.coordinator.request_threads import RequestThreads
 from replicax._ps.coordinator.scheduled_work import Work
 from replicax._ps.coordinator.task_requests import TaskRequests
 from replicax._ps.coordinator.worker_link import Answer, WorkerLink

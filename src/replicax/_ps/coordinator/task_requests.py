@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final, final
 
+from replicax._ps.client.request_threads import RequestThreads
 from replicax._ps.client.session import Session
-from replicax._ps.coordinator.request_threads import RequestThreads
 from replicax._ps.job.actions_out import Ask, OperationName, Perform
 from replicax._ps.job.events_in import Answered, Failed
 from replicax._ps.transport.transport import TaskClient

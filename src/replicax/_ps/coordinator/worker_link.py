@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol, final
 
-from replicax._ps.coordinator.request_threads import RequestThreads
+from replicax._ps.client.request_threads import RequestThreads
 from replicax._ps.transport.messages import Message
 from replicax._src.program_kit.errors import MessageError, UnavailableError
 

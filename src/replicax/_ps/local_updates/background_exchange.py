@@ -10,12 +10,12 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final, final
 
 import numpy as np
 
+from replicax._ps.client.request_threads import RequestThreads
 from replicax._ps.local_updates import exchange_actions as actions
 from replicax._ps.local_updates.fragment_programs import FragmentPrograms, state_of
 from replicax._ps.local_updates.fragment_rules import ExchangeOptions
@@ -44,6 +44,7 @@ AskServer = Callable[[Message], Message]
 """Sends a request to a server, and returns its answer. It raises an error if none comes in time."""
 _MAX_NUMBER: Final = 2**31 - 1
 _WAITING_TICK_S: Final = 0.005
+_END_S: Final = 15.0
 _FIRST_SAID_S: Final = 10.0  # a wait at the end is logged then, and after twice the time each
 
 
@@ -125,7 +126,7 @@ class BackgroundExchange:
         self._error: BaseException | None = None
         self._is_done = self._is_closed = False
         self._counts = {"pushes": 0, "adoptions": 0, "lost_pushes": 0, "silent_servers": 0}
-        self._pool = ThreadPoolExecutor(len(fragments), "replicax local updates")
+        self._threads = RequestThreads("replicax local updates")
         self._owner_thread = OwnerThread("replicax local updates owner", self, tick_s)
         self._published = _Published()
         self.publish()
@@ -279,7 +280,8 @@ class BackgroundExchange:
     def close(self) -> None:
         """Ends the threads, each after its request."""
         self._owner_thread.call(self._note_close)
-        self._pool.shutdown(cancel_futures=True)
+        self._threads.close()
+        self._threads.join(time.monotonic() + _END_S)
         self._owner_thread.end()
         if self._log is not None:
             self._log.close()
@@ -409,10 +411,9 @@ class BackgroundExchange:
                     self._submit(action)
 
     def _submit(self, action: actions.Action) -> None:
-        try:
-            self._pool.submit(self._carry_out, action, self._payload(action))
-        except RuntimeError:  # Python ends
-            self._is_closed = True
+        payload = self._payload(action)
+        if not self._threads.call(lambda: self._carry_out(action, payload)):  # the system has no more threads
+            self._owner_thread.post(lambda: self._answered(action, None, None, is_absent=False))
 
     def _payload(self, action: actions.Action) -> Any:
         """What a request sends of the state, as it is now."""

@@ -6,8 +6,8 @@ import time
 import pytest
 
 from memory_cluster import eventually
-from replicax._ps.coordinator import request_threads
-from replicax._ps.coordinator.request_threads import RequestThreads
+from replicax._ps.client import request_threads
+from replicax._ps.client.request_threads import RequestThreads
 
 pytestmark = pytest.mark.timeout(60)
 
