@@ -264,7 +264,7 @@ def test_fewer_than_min_workers_restart_from_the_checkpoint(job_of):
     text = "\n".join(job.lines)
     assert "2 tasks are left, and `min_workers` is 3: worker 1 is gone." in text
     num_steps = len([1 for name, _ in job.printed("step") if name == "worker 0"])
-    assert num_steps < 2 * NUM_STEPS - 30  # it has not begun from scratch
+    assert num_steps < NUM_STEPS + 40  # it has not begun from scratch after the kill
 
 
 @pytest.mark.long
