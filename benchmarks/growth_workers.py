@@ -24,18 +24,21 @@ _NUM_ROUNDS = 3
 _NUM_EMPTY = 1_000  # functions in a round
 
 
-def slow_dataset() -> Any:
-    """Elements that take five milliseconds each."""
+def made_slow_dataset() -> Callable[[], Any]:
+    """Returns what makes elements that take five milliseconds each. Workers cannot import this module."""
 
-    class Slow:
-        def __iter__(self) -> Any:
-            import numpy as np
+    def slow_dataset() -> Any:
+        class Slow:
+            def __iter__(self) -> Any:
+                import numpy as np
 
-            while True:
-                time.sleep(_SLEEP_S)
-                yield np.float32(1.0)
+                while True:
+                    time.sleep(_SLEEP_S)
+                    yield np.float32(1.0)
 
-    return Slow()
+        return Slow()
+
+    return slow_dataset
 
 
 def cpu_us(schedule: Callable[[], Any], count: int, coordinator: ClusterCoordinator) -> float:
@@ -56,7 +59,7 @@ def measure(num_workers: int) -> dict[str, list[float]]:
         ):
             while not all(w["connected"] for w in coordinator.statistics()["workers"].values()):
                 time.sleep(0.1)
-            iterator = iter(coordinator.create_per_worker_dataset(slow_dataset))
+            iterator = iter(coordinator.create_per_worker_dataset(made_slow_dataset()))
             empty = rx.function(lambda: 0.0)
             take = rx.function(lambda iterator: next(iterator))
             kinds = {

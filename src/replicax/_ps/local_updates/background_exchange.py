@@ -17,14 +17,14 @@ import numpy as np
 
 from replicax._ps.client.request_threads import RequestThreads
 from replicax._ps.local_updates import exchange_actions as actions
-from replicax._ps.local_updates.fragment_programs import FragmentPrograms, state_of
+from replicax._ps.local_updates.fragment_programs import FragmentPrograms, state_of, stop_mark
 from replicax._ps.local_updates.fragment_rules import ExchangeOptions
 from replicax._ps.local_updates.group_status import group_status
 from replicax._ps.local_updates.int8_blocks import encoded
 from replicax._ps.local_updates.member_rules import MemberRules
 from replicax._ps.local_updates.owner_thread import OwnerThread
 from replicax._ps.local_updates.replay_file import GroupCall, ReplayWriter, checksum_of
-from replicax._ps.local_updates.round_state import RoundState, stop_mark
+from replicax._ps.local_updates.round_state import RoundState
 from replicax._ps.local_updates.state_values import StateValues
 from replicax._ps.local_updates.stored_position import StoredPosition
 from replicax._ps.local_updates.unmerged_progress import Rebase, UnmergedProgress, moved
@@ -441,8 +441,8 @@ class BackgroundExchange:
             self._do(self._rules.failed(fragment, is_absent=is_absent))
             return
         instance: str = answer.header["versions"][0][0]
-        state = state_of(np.asarray(answer.arrays[0])).in_instance(instance)
-        self._stop_marks[fragment] = stop_mark(instance)
+        mark = self._stop_marks[fragment] = stop_mark(instance)
+        state = state_of(np.asarray(answer.arrays[0])).in_instance(mark)
         self._note_claimed(fragment, instance, state)
         if outer is not None:
             self._outer[fragment], self._checksums[fragment] = outer

@@ -1,4 +1,7 @@
-"""``ExchangingGroup``: what the processes of a group do together at each boundary. ``training_group.py`` counts the steps."""
+"""``ExchangingGroup``: what the processes of a group do together at each boundary.
+
+``training_group.py`` has the public object, which checks calls and counts the steps.
+"""
 
 from __future__ import annotations
 

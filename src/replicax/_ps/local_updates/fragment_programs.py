@@ -12,6 +12,7 @@ push; ``rounds``, int32 [1 + members, 5], which is a ``RoundState``; and ``histo
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
@@ -183,6 +184,15 @@ def _exported(
 def state_of(rounds: np.ndarray) -> RoundState:
     """Reads the shard ``rounds``."""
     return RoundState.of(rounds.tolist())
+
+
+def stop_mark(instance: str) -> int:
+    """Returns the number with which a server stores a stop: positive, below 2 ** 30, of this instance of the server.
+
+    A server that comes back from a snapshot is another instance. So a run that begins from the snapshot of one that was
+    stopped does not stop. Groups that know of a stop say it again, to each instance.
+    """
+    return 1 + zlib.crc32(instance.encode()) % (2**30 - 1)
 
 
 def _claim(rounds: jax.Array, header: jax.Array) -> list[jax.Array]:

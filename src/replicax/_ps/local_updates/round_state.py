@@ -6,7 +6,6 @@ is a *member* with a slot, which adds up what the group pushes until the round c
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, Self, final
@@ -64,19 +63,14 @@ class RoundState:
         """The members that have pushed rows in the open round."""
         return frozenset(number for number, member in enumerate(self.members) if member.tokens)
 
-    def in_instance(self, instance: str) -> Self:
-        """Returns the state without a stop that was said to another instance of the server, in an earlier run."""
-        return replace(self, is_stopping=int(self.is_stopping == stop_mark(instance)))
+    def in_instance(self, mark: int) -> Self:
+        """Returns the state without a stop that was said to another instance of the server, in an earlier run.
+
+        Args:
+          mark: The ``stop_mark`` of the instance that has answered.
+        """
+        return replace(self, is_stopping=int(self.is_stopping == mark))
 
     def trains(self, member: int) -> bool:
         """True unless a member has said that it pushes no more."""
         return not self.members[member].has_finished
-
-
-def stop_mark(instance: str) -> int:
-    """Returns the number with which a server stores a stop: positive, below 2 ** 30, of this instance of the server.
-
-    A server that comes back from a snapshot is another instance. So a run that begins from the snapshot of one that was
-    stopped does not stop. Groups that know of a stop say it again, to each instance.
-    """
-    return 1 + zlib.crc32(instance.encode()) % (2**30 - 1)
