@@ -1,6 +1,7 @@
 """``rx.experimental.LocalUpdates``: groups in threads of one process exchange through a parameter server on loopback."""
 
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import replicax as rx
 from replicax._ps.local_updates.attached_arrays import AttachedArrays
 from replicax._ps.local_updates.outer_optimizer import OuterSgd, outer_optimizer_of
 from replicax._ps.local_updates.replay_file import ReplayKind, read_replay_file
+from replicax._ps.local_updates.syncers import Syncers
 from replicax.errors import (
     ClusterEnvironmentError,
     ContextError,
@@ -214,27 +216,27 @@ def test_group_that_comes_after_a_stop_says_why_it_ends_at_once(group, caplog):
 
 @pytest.fixture
 def attached(group, tmp_path):
-    """Starts a syncer from the snapshot of the one before, and attaches zeros in group 0 of 2."""
+    """Starts a syncer from the snapshot of the one before, and attaches zeros in group 0."""
 
-    def begin():
+    def begin(num_groups):
         server = rx.Server(
             {"ps": ["localhost:0"]}, "ps", 0, config=rx.ServerOptions(snapshot_dir=str(tmp_path))
         )
         address = server.target.removeprefix("grpc://")
-        one = group(0, 2, syncers=address, every=1, patience_s=0.0, grace_s=0.0)
+        one = group(0, num_groups, syncers=address, every=1, patience_s=0.0, grace_s=0.0)
         return server, one, one.attach({"w": jnp.zeros(3)})
 
     return begin
 
 
 def test_run_from_the_snapshot_of_one_that_was_stopped_does_not_stop(attached):
-    server, one, params = attached()
+    server, one, params = attached(2)
     one.stop()
     one.step({"w": params["w"] + 1}, tokens=1)
     one.wait(WAIT_S)
     one.close()  # it is killed before it finishes
     server.close()
-    server, again, params = attached()
+    server, again, params = attached(2)
     with server:
         assert params["w"].tolist() != [0.0, 0.0, 0.0]
         again.step(params, tokens=1)
@@ -244,12 +246,33 @@ def test_run_from_the_snapshot_of_one_that_was_stopped_does_not_stop(attached):
 
 def test_next_run_from_the_snapshots_begins_with_the_parameters_at_the_end_of_the_one_before(attached):
     for done in range(2):
-        server, one, params = attached()
+        server, one, params = attached(1)
         with server:
             assert params["w"].tolist() == [3.0 * done] * 3
             for _ in range(3):
                 params = one.step({"w": params["w"] + 1}, tokens=1)
             assert one.finish(WAIT_S)["w"].tolist() == [3.0 * (done + 1)] * 3
+
+
+def test_group_that_begins_again_at_once_does_not_join_the_session_that_ends(group, monkeypatch):
+    ask_all = Syncers._ask_all
+
+    def late(syncers, what):
+        if what == "leave" and syncers._name == "group 1":
+            time.sleep(0.5)
+        ask_all(syncers, what)
+
+    monkeypatch.setattr(Syncers, "_ask_all", late)
+    groups, again = [group(number, 2, every=1) for number in range(2)], group(0, 2, every=1)
+    for each in groups:
+        each.step({"w": each.attach({"w": jnp.zeros(3)})["w"] + 1}, tokens=1)
+
+    def finish_and_begin():
+        groups[0].finish(WAIT_S)
+        return again.attach({"w": jnp.full(3, 7.0)})
+
+    begun, _ = together(finish_and_begin, lambda: groups[1].finish(WAIT_S))
+    assert begun["w"].tolist() == [7.0, 7.0, 7.0]
 
 
 def test_push_that_is_not_finite_is_named_with_its_group_which_adopts_the_outer_parameters(group, caplog):
