@@ -25,15 +25,15 @@ is_training = False
 def counted(name: str) -> None:
     """Counts the messages that a function of the control channel sends or receives.
 
-    Heartbeats count only in training: at the start their number is that of the seconds, and many processes share the
-    cores of this machine.
+    Heartbeats, and the answers to them, count only in training: at the start their number is that of the seconds, and
+    many processes share the cores of this machine.
     """
     function = getattr(channel, name)
 
     def count(*arguments: Any, **options: Any) -> Any:
         result = function(*arguments, **options)
         message = result if name == "receive" else arguments[1]
-        if is_training or message["kind"] != "heartbeat":
+        if is_training or message["kind"] not in ("heartbeat", "pulse"):
             counts["messages"] += 1
             counts["bytes"] += len(json.dumps(message))
         return result
