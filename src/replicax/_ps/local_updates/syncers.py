@@ -145,8 +145,8 @@ class Syncers:
         """Tells the servers, which drop all values when the last group has left, and ends the connections.
 
         Args:
-          waits: True to wait a moment for the other groups, which leave too. Otherwise a session that begins now could
-            be the one that ends.
+          waits: True to wait a moment for the other groups, which leave too. A group that begins again before that
+            would join the session that ends.
         """
         self._end_heartbeats()
         before = self._instances() if waits else {}
