@@ -99,8 +99,6 @@ class RoundModel:
     def claim(self, member, expected, owner):
         before = self.members[member]
         if before.owner == expected:
-            if before.owner and all(each.has_finished or not each.owner for each in self.members):
-                self.is_stopping = 0
             self.members[member] = before._replace(owner=owner, pushed=0, landed=0, has_finished=0)
 
     def push(self, member, owner, number, after, tokens, is_last, stops, value):

@@ -271,12 +271,3 @@ def test_stop_travels_with_the_next_push_and_reaches_all():
     driven.tick()
     driven.answer(state(stops=1))
     assert driven.rules.stops
-
-
-def test_stop_of_an_earlier_run_does_not_stop_the_next():
-    driven = Driven()
-    driven.tick()
-    ended = MemberState(owner=3, has_finished=1)
-    assert driven.answer(state(5, ended, (ended, ended), stops=1)) == [ClaimSlot(0, 3)]
-    assert driven.answer(state(5, mine(), (ended, ended))) == [FetchOuter(0)]
-    assert not driven.rules.stops

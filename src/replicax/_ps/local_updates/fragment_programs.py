@@ -31,9 +31,7 @@ from replicax._src.program_kit.traced_programs import export
 NUM_IN_HISTORY: Final = 64
 MAX_TOKENS: Final = 1 << 29
 """The most rows that count for one member in one round."""
-_OWNER, _PUSHED, _LANDED, _TOKENS, _FINISHED = (
-    MemberState._fields.index(name) for name in MemberState._fields
-)
+_OWNER, _PUSHED, _LANDED, _TOKENS, _ = (MemberState._fields.index(name) for name in MemberState._fields)
 _VERSION, _STOPPING, _BIRTH = range(3)
 _IS_LAST, _STOPS = 1, 2
 
@@ -200,11 +198,6 @@ def _claim(rounds: jax.Array, header: jax.Array) -> list[jax.Array]:
     before = rounds[1 + member]
     taken = jnp.stack([owner, jnp.int32(0), jnp.int32(0), before[_TOKENS], jnp.int32(0)])
     is_free = before[_OWNER] == expected
-    # A stop is for the processes of one run. If this one had a part in it, and all have ended, it begins another run from
-    # their values. One that has not been here before may be late for the run that was stopped.
-    is_new_run = (before[_OWNER] != 0) & ((rounds[1:, _OWNER] == 0) | (rounds[1:, _FINISHED] != 0)).all()
-    stops = jnp.where(is_free & is_new_run, 0, rounds[0, _STOPPING])
-    rounds = rounds.at[0, _STOPPING].set(stops)
     return [rounds.at[1 + member].set(jnp.where(is_free, taken, before))]
 
 

@@ -153,7 +153,6 @@ class FragmentRules:
                 self.is_replaced = True
                 return [SlotReplaced(self.fragment)]
             return self._advance(now)
-        # Once this process has its slot, the state no longer has a stop of the run before.
         self.stops = self.stops or bool(state.is_stopping)
         actions: list[Action] = []
         if self._claimed != instance:

@@ -164,7 +164,7 @@ class ReplayedExchange:
 
     @property
     def finished(self) -> Sequence[int]:
-        """Returns none: this is for the syncers, of which there are none."""
+        """No groups: a replay has no syncers, for whose end this is."""
         return ()
 
     def close(self) -> None:
