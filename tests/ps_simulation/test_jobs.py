@@ -16,15 +16,15 @@ from simulation import runs
 @pytest.mark.parametrize(
     ("scenario", "seeds"),
     [
-        (PlainWorkers, range(0, 90)),
+        (PlainWorkers, range(0, 60)),
         (LostServers, range(0, 30)),
         (WithDatasets, range(0, 40)),
         (InRounds, range(0, 40)),
         (InRoundsWithServers, range(0, 20)),
         (Continued, range(60, 100)),
-        (Rewinds, range(0, 90)),
+        (Rewinds, range(0, 50)),
         (TwoCopies, range(0, 30)),
-        (BothLost, range(33, 73)),
+        (BothLost, range(33, 63)),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

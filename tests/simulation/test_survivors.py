@@ -5,17 +5,24 @@ import pytest
 from simulation import runs
 from simulation.survivors import LateReplacement, Replacements, Survivors
 
-NUM_SEEDS = 2000
-
-
-@pytest.mark.parametrize("first", range(0, NUM_SEEDS, 100))
-def test_runs_with_failures_end_with_the_state_of_a_run_without(first):
+def check_survivors(first):
     failed, outcomes = runs.first_failure(Survivors, range(first, first + 100))
     assert failed is None, runs.report(Survivors, failed)
     assert outcomes["finished"] > 40
 
 
-@pytest.mark.parametrize("first", range(0, 300, 100))
+@pytest.mark.parametrize("first", range(0, 500, 100))
+def test_runs_with_failures_end_with_the_state_of_a_run_without(first):
+    check_survivors(first)
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("first", range(500, 2000, 100))
+def test_more_runs_with_failures_end_with_the_state_of_a_run_without(first):
+    check_survivors(first)
+
+
+@pytest.mark.parametrize("first", range(0, 200, 100))
 def test_replacements_take_their_places_whatever_fails_meanwhile(first):
     failed, outcomes = runs.first_failure(Replacements, range(first, first + 100))
     assert failed is None, runs.report(Replacements, failed)
