@@ -5,6 +5,7 @@ import pytest
 from simulation import runs
 from simulation.survivors import LateReplacement, Replacements, Survivors
 
+
 def check_survivors(first):
     failed, outcomes = runs.first_failure(Survivors, range(first, first + 100))
     assert failed is None, runs.report(Survivors, failed)

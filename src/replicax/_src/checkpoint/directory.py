@@ -9,7 +9,6 @@ import re
 import time
 
 from replicax._src.checkpoint import agreement
-from replicax._src.checkpoint.contents import MANIFEST
 from replicax._src.checkpoint.errors import CheckpointError
 from replicax._src.checkpoint.retention import CheckpointRecord
 from replicax._src.checkpoint.saved import SavedCheckpoint
@@ -53,16 +52,9 @@ def later_time(directory: str, known_s: float = 0.0) -> float:
 
 def _record(path: str) -> CheckpointRecord | None:
     try:
-        stat = os.stat(os.path.join(path, MANIFEST))
-        return _read(path, stat.st_mtime_ns, stat.st_ino)
-    except (OSError, CheckpointError):
+        return CheckpointRecord(path, SavedCheckpoint(path).contents)
+    except CheckpointError:
         return None
-
-
-@functools.lru_cache(maxsize=256)
-def _read(path: str, changed_ns: int, inode: int) -> CheckpointRecord:
-    del changed_ns, inode
-    return CheckpointRecord(path, SavedCheckpoint(path).contents)
 
 
 def latest_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> str | None:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -32,6 +34,7 @@ from replicax._src.checkpoint.in_memory import ReadableCheckpoint
 from replicax._src.checkpoint.newest import Newest
 from replicax._src.checkpoint.tracked import Growing, Leaf
 from replicax._src.checkpoint.trees import HeldTree, StateLeaf, TreeNumber
+from replicax._src.jax_internals import jax_compat
 from replicax._src.values.framework import trackings
 
 log = logging.getLogger("replicax")
@@ -39,6 +42,8 @@ log = logging.getLogger("replicax")
 Together = Callable[[Callable[[], Any]], Any]
 """Runs a function in each process, and returns its result; raises in all if it fails in one."""
 
+_NUM_THREADS = 4  # read small arrays at the same time; the chunks of a large one are
+_MOST_BYTES_OF_SMALL = 8 << 20
 _numbers = itertools.count()
 _newest = Newest()
 
@@ -68,6 +73,10 @@ def advance_all(restorations: Iterable[Restoration]) -> None:
 def _is_growing(tracked: Any) -> bool:
     """True if an object will get more parts. It is unknown if attributes of a checkpoint will be set later."""
     return any(tracking.is_growing(tracked) for tracking in trackings())
+
+
+def _num_bytes(leaf: ArrayLeaf) -> int:
+    return math.prod(leaf.shape) * leaf.dtype.itemsize
 
 
 @final
@@ -186,11 +195,25 @@ class Restoration:
 
     def _fetched(self, pairs: Sequence[_Pair]) -> dict[str, Any]:
         """Returns what this process needs of the values, on the host."""
-        fetched = {}
+        arrays = [(pair.key, pair.leaf) for pair in pairs if isinstance(pair.leaf, ArrayLeaf)]
+        small = [(key, leaf) for key, leaf in arrays if _num_bytes(leaf) <= _MOST_BYTES_OF_SMALL]
+        options = jax_compat.thread_options()
+
+        def fetch(each: tuple[str, ArrayLeaf]) -> Any:
+            key, leaf = each
+            with jax_compat.with_thread_options(options):
+                return leaf.fetch(self.saved.array(key))
+
+        threads = ThreadPoolExecutor(_NUM_THREADS, "replicax-restore")
+        try:
+            fetched = dict(zip((key for key, _ in small), threads.map(fetch, small), strict=True))
+        finally:
+            threads.shutdown(cancel_futures=True)
+        for key, leaf in arrays:
+            if key not in fetched:
+                fetched[key] = leaf.fetch(self.saved.array(key))
         for pair in pairs:
-            if isinstance(pair.leaf, ArrayLeaf):
-                fetched[pair.key] = pair.leaf.fetch(self.saved.array(pair.key))
-            elif pair.key in self.saved.contents.arrays:
+            if not isinstance(pair.leaf, ArrayLeaf) and pair.key in self.saved.contents.arrays:
                 fetched[pair.key] = self.saved.array(pair.key).read().item()
         return fetched
 

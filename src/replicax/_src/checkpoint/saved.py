@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Iterable, Iterator
@@ -25,6 +26,14 @@ def save_at(path: str) -> str | None:
         return None
 
 
+@functools.lru_cache(maxsize=256)
+def _contents(manifest: str, changed_ns: int, num_bytes: int, inode: int) -> Contents:
+    """Reads a manifest, once for each state of the file: listing and opening checkpoints both need it."""
+    del changed_ns, num_bytes, inode
+    with open(manifest, errors="replace") as file:
+        return Contents.from_text(file.read(), manifest)
+
+
 @final
 class SavedCheckpoint:
     """A checkpoint that has been written.
@@ -44,8 +53,8 @@ class SavedCheckpoint:
     def _read_contents(self) -> Contents:
         manifest = os.path.join(self.path, MANIFEST)
         try:
-            with open(manifest, errors="replace") as file:
-                return Contents.from_text(file.read(), manifest)
+            found = os.stat(manifest)
+            return _contents(manifest, found.st_mtime_ns, found.st_size, found.st_ino)
         except (FileNotFoundError, NotADirectoryError):
             pass
         except OSError as error:
