@@ -1,7 +1,7 @@
 """Runs of ``local_updates.py --only quality``: a small language model in four groups, and synchronously.
 
 Bytes of the standard library's sources, 32 at a time; held-out are some of the files. 0.13 M parameters, 1,024 bytes per
-step, AdamW, warm-up and cosine. The groups are threads of this process, and exchange through a server in it. All
+step, AdamW, warm-up and cosine. The groups are threads of this process, and exchange through a server in its own. All
 contestants of a seed begin with the same parameters, and a synchronous step has the rows of the four groups.
 
 It reads a run from each line of its input, and writes the loss of the held-out bytes.
@@ -9,13 +9,16 @@ It reads a run from each line of its input, and writes the loss of the held-out 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import random
+import subprocess
 import sys
 import sysconfig
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ import numpy as np
 import optax
 
 import replicax as rx
+import workers
 
 NUM_GROUPS, ROWS, CONTEXT = 4, 8, 32  # rows of each group in a step
 WIDTH, NUM_LAYERS, NUM_HEADS = 64, 2, 4
@@ -161,6 +165,19 @@ def synchronous(training: Training, length: int, rate: float) -> float:
     return training.loss(params)
 
 
+@contextlib.contextmanager
+def server() -> Iterator[str]:
+    """A syncer in a process of its own, so that its programs do not wait for the groups' steps. Yields its address."""
+    (address,) = workers.free_addresses(1)
+    command = [sys.executable, "-m", "replicax", "server", "--job", "ps", "--index", "0"]
+    process = subprocess.Popen([*command, "--cluster", json.dumps({"ps": [address]})], stdout=subprocess.DEVNULL)
+    try:
+        yield address
+    finally:
+        process.kill()
+        process.wait()
+
+
 def in_groups(training: Training, length: int, rate: float, *, waits: bool) -> float:
     """Trains in groups. Returns the loss of the outer parameters at the end."""
     results: list[Any] = [None] * NUM_GROUPS
@@ -178,8 +195,8 @@ def in_groups(training: Training, length: int, rate: float, *, waits: bool) -> f
                 params = groups.wait(WAIT_S)
         results[groups.index] = groups.finish(WAIT_S)
 
-    with rx.Server({"ps": ["localhost:0"]}, "ps", 0) as server:
-        os.environ["REPLICAX_SYNCERS"] = server.target.removeprefix("grpc://")
+    with server() as address:
+        os.environ["REPLICAX_SYNCERS"] = address
         made = []
         for index in range(NUM_GROUPS):
             os.environ["REPLICAX_GROUP"] = f"{index}/{NUM_GROUPS}"

@@ -191,6 +191,8 @@ class ExchangingGroup:
                     continue
                 own[number] = fragment.values.flat(attached.read(fragment.numbers))
                 if number in due:
+                    # A loop that reads no results is many steps ahead of its device, and what it adopts comes as late.
+                    jax.block_until_ready(own[number])
                     tokens, fragment.tokens = trained.tokens - fragment.tokens, trained.tokens
                     new = exchange.boundary(number, own[number], tokens)
                 else:
