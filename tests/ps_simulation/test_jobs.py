@@ -13,18 +13,19 @@ from replicax._ps.job.report import NUM_EVENTS
 from simulation import runs
 
 
+# The seeds after a range each find a planted fault that no seed in it finds (tools/planted_faults_servers.toml).
 @pytest.mark.parametrize(
     ("scenario", "seeds"),
     [
-        (PlainWorkers, range(0, 60)),
+        (PlainWorkers, (*range(60), 65, 147)),
         (LostServers, range(0, 30)),
         (WithDatasets, range(0, 40)),
         (InRounds, range(0, 40)),
-        (InRoundsWithServers, range(0, 20)),
+        (InRoundsWithServers, (*range(20), 78)),
         (Continued, range(60, 100)),
-        (Rewinds, range(0, 50)),
+        (Rewinds, (*range(50), 73)),
         (TwoCopies, range(0, 30)),
-        (BothLost, range(33, 63)),
+        (BothLost, (*range(33, 63), 72)),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

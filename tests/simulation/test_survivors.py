@@ -17,6 +17,13 @@ def test_runs_with_failures_end_with_the_state_of_a_run_without(first):
     check_survivors(first)
 
 
+def test_run_in_which_a_member_dies_that_had_finished_an_earlier_epoch():
+    done = runs.run(
+        Survivors, 1508
+    )  # the first seed that finds the planted fault finished-in-old-epoch-counts
+    assert done.error is None, runs.report(Survivors, done)
+
+
 @pytest.mark.rest
 @pytest.mark.parametrize("first", range(500, 2000, 100))
 def test_more_runs_with_failures_end_with_the_state_of_a_run_without(first):
