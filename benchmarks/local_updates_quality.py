@@ -170,7 +170,9 @@ def server() -> Iterator[str]:
     """A syncer in a process of its own, so that its programs do not wait for the groups' steps. Yields its address."""
     (address,) = workers.free_addresses(1)
     command = [sys.executable, "-m", "replicax", "server", "--job", "ps", "--index", "0"]
-    process = subprocess.Popen([*command, "--cluster", json.dumps({"ps": [address]})], stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [*command, "--cluster", json.dumps({"ps": [address]})], stdout=subprocess.DEVNULL
+    )
     try:
         yield address
     finally:

@@ -6,6 +6,7 @@ from replicax._ps.local_updates.exchange_actions import (
     AdoptOuter,
     ClaimSlot,
     ExchangeDone,
+    ExchangeSlow,
     FetchOuter,
     LostPushes,
     NoteLanding,
@@ -16,7 +17,7 @@ from replicax._ps.local_updates.exchange_actions import (
     SlotReplaced,
     TakeProgress,
 )
-from replicax._ps.local_updates.fragment_rules import MAX_UNMERGED, ExchangeOptions
+from replicax._ps.local_updates.fragment_rules import MAX_UNMERGED, SLOW_BOUNDARIES, ExchangeOptions
 from replicax._ps.local_updates.member_rules import MemberRules
 from replicax._ps.local_updates.round_state import REFUSED, MemberState, RoundState
 
@@ -105,6 +106,23 @@ def test_boundary_of_a_group_that_takes_no_values_pushes_and_it_adopts_later():
     driven.answer(state(1, mine(1, 0)))
     assert driven.rules.boundary(0, 10, driven.now, adopts=False)[0] == TakeProgress(0, 2)
     assert driven.rules.adopt(0) == [AdoptOuter(0, "a", 1, (2,), (), False)]
+
+
+def test_push_without_answer_for_many_boundaries_is_said_once_and_not_while_the_first_is_under_way():
+    driven = Driven().begin()
+    driven.boundary(10)
+    for _ in range(SLOW_BOUNDARIES):
+        assert driven.boundary(10) == []  # the server compiles the program
+    driven.answer(state(0, mine(1, 0, 10)))
+    driven.tick()
+    driven.answer(state(1, mine(1, 0)))
+    driven.answer(state(1, mine(1, 0)))
+    assert TakeProgress(0, 2) in driven.boundary(10)
+    said = []
+    for _ in range(2 * SLOW_BOUNDARIES):
+        driven.now += 0.5
+        said += driven.boundary(10)
+    assert said == [ExchangeSlow(0, SLOW_BOUNDARIES, 0.5)]
 
 
 def test_boundary_pushes_and_the_answer_says_which_version_has_it():

@@ -71,6 +71,23 @@ def finished(groups):
     return together(*(lambda each=each: each.finish(WAIT_S) for each in groups))
 
 
+def test_loop_that_reads_nothing_is_not_ahead_of_its_device_after_a_boundary(group):
+    @jax.jit
+    def long_step(params):
+        made = jnp.ones((300, 300)) / 300
+        value = jax.lax.fori_loop(0, 100, lambda _, x: x @ made, made)
+        return {"w": params["w"] + value.sum()}
+
+    groups = group(0, 1, every=2)
+    params = groups.attach({"w": jnp.zeros(3)})
+    for _ in range(4):  # the second step of two is at a boundary
+        params = groups.step(long_step(params), tokens=1)
+        trained = long_step(params)
+        params = groups.step(trained, tokens=1)
+        assert trained["w"].is_ready()
+    groups.close()
+
+
 @pytest.mark.rest
 def test_groups_that_wait_at_each_step_compute_what_one_device_computes(group, tmp_path):
     rows, num_steps = (7, 7, 1, 1), 100

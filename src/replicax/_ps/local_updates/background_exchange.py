@@ -124,7 +124,7 @@ class BackgroundExchange:
         self._progress: list[UnmergedProgress[Any] | StateValues[Any]] = []
         self._outer: dict[int, Any] = {}
         self._error: BaseException | None = None
-        self._is_done = self._is_closed = False
+        self._is_done = self._is_closed = self._has_said_slow = False
         self._counts = {"pushes": 0, "adoptions": 0, "lost_pushes": 0, "silent_servers": 0}
         self._threads = RequestThreads("replicax local updates")
         self._owner_thread = OwnerThread("replicax local updates owner", self, tick_s)
@@ -399,6 +399,10 @@ class BackgroundExchange:
                     log.warning(
                         "The server of fragment %d does not answer. Training goes on without it.", fragment
                     )
+                case actions.ExchangeSlow(fragment, num_boundaries, period_s):
+                    if not self._has_said_slow:
+                        self._has_said_slow = True
+                        log.warning(_SLOW, self._member, fragment, num_boundaries * period_s, period_s)
                 case actions.SlotReplaced():
                     self.fail(InvalidArgumentError(_REPLACED.format(self._member)))
                 case actions.ExchangeDone():
@@ -599,6 +603,10 @@ _LOST: Final = (
     "Group %d: pushes %d to %d of fragment %d are lost: the server went back to a snapshot that lacks them.",
     "Group %d: pushes %d to %d of fragment %d were not finite, and the server refused them. The group adopts the outer "
     "parameters.",
+)
+_SLOW: Final = (
+    "Group %d: its server has not answered a push of fragment %d for %.2g s, and boundaries come every %.2g s. Groups that "
+    "exchange so late drift apart, and the loss is higher. Choose a larger `every`, or start more syncers."
 )
 _REPLACED: Final = (
     "Another process exchanges as group {0}. Give each group a number of its own, and end the other process."

@@ -143,6 +143,21 @@ class ServerSilent:
 
 @final
 @dataclass(frozen=True)
+class ExchangeSlow:
+    """Tell the user that pushes take many times as long as the steps between two boundaries.
+
+    Attributes:
+      num_boundaries: The boundaries that have passed since the push that has no answer.
+      period_s: The seconds between two boundaries.
+    """
+
+    fragment: int
+    num_boundaries: int
+    period_s: float
+
+
+@final
+@dataclass(frozen=True)
 class SlotReplaced:
     """Tell the user that another process has this group's slot. This one exchanges nothing any more."""
 
@@ -166,6 +181,7 @@ Action = (
     | AdoptOuter
     | LostPushes
     | ServerSilent
+    | ExchangeSlow
     | SlotReplaced
     | ExchangeDone
 )

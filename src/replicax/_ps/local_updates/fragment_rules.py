@@ -25,6 +25,7 @@ from replicax._ps.local_updates.exchange_actions import (
     Action,
     AdoptOuter,
     ClaimSlot,
+    ExchangeSlow,
     FetchOuter,
     LostPushes,
     NoteLanding,
@@ -40,6 +41,8 @@ from replicax._ps.local_updates.round_state import REFUSED, MemberState, RoundSt
 
 MAX_UNMERGED: Final = 4
 """The most pushes that are in no adopted version. Each needs the memory of the fragment."""
+SLOW_BOUNDARIES: Final = 10
+"""So many boundaries may pass while one push has no answer. Groups that are further apart learn less from each other."""
 _SHARE_OF_SLACK: Final = 0.75
 _REQUESTS_PER_EXCHANGE: Final = 3  # push, close, fetch
 
@@ -100,6 +103,7 @@ class FragmentRules:
         self._tokens_of: dict[int, int] = {}  # of each push that is in no adopted version
         self._unanswered: int | None = None
         self._is_refused = False  # the server did not add the push, which waits for a tick
+        self._num_passed = 0  # boundaries since that push
         self._last = 0  # the push that says that it is the last
         self._enters: dict[int, int] = {}  # answered pushes: the version that has them
         self._returned: list[int] = []  # pushes that count as not pushed again
@@ -132,6 +136,8 @@ class FragmentRules:
             actions.append(self._adopt())
         if self._may_take and self._tokens:
             actions.append(self._take())
+        else:
+            actions += self._passed()
         return [*actions, *self._advance(now)]
 
     def adopt(self) -> list[Action]:
@@ -223,8 +229,18 @@ class FragmentRules:
         is_full = len(self._enters) + len(self._returned) >= MAX_UNMERGED
         return self.has_begun and self._unanswered is None and not self._drops and not is_full
 
+    def _passed(self) -> list[Action]:
+        """A boundary has passed without a push. The first pushes do not count: the server compiles their programs."""
+        if self._unanswered is None or not self._merged or self._is_silent:
+            return []
+        self._num_passed += 1
+        if self._num_passed != SLOW_BOUNDARIES:
+            return []
+        return [ExchangeSlow(self.fragment, self._num_passed, self._period_s)]
+
     def _take(self) -> TakeProgress:
         self._number += 1
+        self._num_passed = 0
         self._unanswered = self._number
         self._tokens_of[self._number], self._tokens = self._tokens, 0
         if self._is_finishing:
