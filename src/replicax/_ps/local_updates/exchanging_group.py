@@ -189,10 +189,12 @@ class ExchangingGroup:
                     self._apply(rebase, fragment)
                     has_written = True
                     continue
-                own[number] = fragment.values.flat(attached.read(fragment.numbers))
+                arrays = attached.read(fragment.numbers)
                 if number in due:
                     # A loop that reads no results is many steps ahead of its device, and what it adopts comes as late.
-                    jax.block_until_ready(own[number])
+                    jax.block_until_ready(arrays)
+                own[number] = fragment.values.flat(arrays)
+                if number in due:
                     tokens, fragment.tokens = trained.tokens - fragment.tokens, trained.tokens
                     new = exchange.boundary(number, own[number], tokens)
                 else:

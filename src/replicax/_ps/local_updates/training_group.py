@@ -254,6 +254,8 @@ class LocalUpdates:
     def step(self, params: Any = None, *, tokens: int | None = None, steps: int = 1) -> Any:
         """Counts a step. Exchanges what is due, and adopts what has arrived; never waits for a syncer or another group.
 
+        At a boundary it waits for the group's own device, which may have steps to do that the program began before.
+
         Args:
           params: The pytree of parameters after the step, if a pytree was attached. (If nothing was, the first step
             attaches it, and what it has learned counts only if this is the first group.)
