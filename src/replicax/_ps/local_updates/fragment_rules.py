@@ -42,7 +42,7 @@ from replicax._ps.local_updates.round_state import REFUSED, MemberState, RoundSt
 MAX_UNMERGED: Final = 4
 """The most pushes that are in no adopted version. Each needs the memory of the fragment."""
 SLOW_BOUNDARIES: Final = 10
-"""So many boundaries may pass while one push has no answer. Groups that are further apart learn less from each other."""
+"""So many boundaries may pass while one push has no answer. Groups that exchange later learn less from each other."""
 _SHARE_OF_SLACK: Final = 0.75
 _REQUESTS_PER_EXCHANGE: Final = 3  # push, close, fetch
 
