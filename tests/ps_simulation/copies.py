@@ -54,8 +54,11 @@ class Watcher(TaskProcess):
         for number in range(self.scenario.num_servers):
             yield from self._hello(number)
         for view in self.groups.views:
-            for task in view.members:
-                yield from self._send(task, view)
+            for (
+                task
+            ) in view.members:  # without its first view no server may serve, so a real coordinator fails then
+                while not (yield from self._send(task, view)):
+                    yield 0.5
         for number in range(self.scenario.num_servers):
             self.run(self._watch(number))
         servers = AskingServers(self, self.scenario.num_servers, INCARNATION, returns=True)
@@ -124,12 +127,16 @@ class Watcher(TaskProcess):
                 yield from self._send(task, view)
 
     def _send(self, task, view):
+        """Returns True if the server has answered."""
         try:
             yield self.ask(ps(task), self._said("group", view=view.described()), 3.0)
+            return True
         except InvalidArgumentError:
             self.groups.refused(view)
+            return True
         except ReplicaxError as error:
             self.world.trace(f"    {ps(task)} is not told: {error}")
+            return False
 
 
 class Client(TaskProcess):

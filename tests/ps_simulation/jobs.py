@@ -15,6 +15,7 @@ from ps_simulation.names import Names
 from ps_simulation.server_task import SILENCE_S, ServerTask, ps
 from ps_simulation.snapshot_disk import Disk
 from ps_simulation.worker_task import WorkerTask, worker
+from replicax._ps.job.closures import MAX_DEATHS_OF_PROVEN
 from replicax._ps.job.events_in import Closed, FunctionNeeds
 from replicax._ps.job.limits import Limits
 from replicax._src.vocabulary.errors import (
@@ -330,8 +331,10 @@ class Jobs:
         """Waits until all functions have ended, through all failures. Notes if the job is lost for good."""
         while not self.has_ended:
             began, num_left = self.world.now, coordinator.num_scheduled - len(self.settled)
+            left = [each for each in self.functions if each.number not in self.settled]
+            num_runs = num_left + (MAX_DEATHS_OF_PROVEN - 1) * sum(each.ends == "kills" for each in left)
             is_done = yield from self.tried(coordinator.wait("idle"))
-            self.check_join(began, num_left)
+            self.check_join(began, num_runs)
             if is_done:
                 missing = set(range(coordinator.num_scheduled)) - set(self.settled)
                 assert not missing, f"join returns, and {sorted(missing)} have not ended"
@@ -344,11 +347,11 @@ class Jobs:
                 return
             yield 1.0
 
-    def check_join(self, began, num_left):
-        """`join` has ended. It takes not much longer than the functions, after the last fault."""
+    def check_join(self, began, num_runs):
+        """`join` has ended. It takes not much longer than so many runs of functions, after the last fault."""
         took_s = self.world.now - max(began, self.world.last_fault)
-        most_s = self.join_s + num_left * self.longest_function_s + self.given_up_s
-        assert took_s < most_s, f"join takes {took_s} s after the last fault, for {num_left} functions"
+        most_s = self.join_s + num_runs * self.longest_function_s + self.given_up_s
+        assert took_s < most_s, f"join takes {took_s} s after the last fault, for {num_runs} runs"
 
     @property
     def given_up_s(self):
