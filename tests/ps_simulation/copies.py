@@ -51,14 +51,9 @@ class Watcher(TaskProcess):
         return {"views": [view.described() for view in self.groups.views]}
 
     def _begin(self):
-        for number in range(self.scenario.num_servers):
-            yield from self._hello(number)
-        for view in self.groups.views:
-            for (
-                task
-            ) in view.members:  # without its first view no server may serve, so a real coordinator fails then
-                while not (yield from self._send(task, view)):
-                    yield 0.5
+        # No server may serve without its first view, so a real coordinator fails if one is not told, and begins again.
+        while not (yield from self._has_told_all()):
+            yield 0.5
         for number in range(self.scenario.num_servers):
             self.run(self._watch(number))
         servers = AskingServers(self, self.scenario.num_servers, INCARNATION, returns=True)
@@ -73,6 +68,15 @@ class Watcher(TaskProcess):
                 except ReplicaxError:
                     yield 0.5
         self.scenario.has_begun = True
+
+    def _has_told_all(self):
+        for number in range(self.scenario.num_servers):
+            yield from self._hello(number)
+        for view in self.groups.views:
+            for task in view.members:
+                if not (yield from self._send(task, view)):
+                    return False
+        return True
 
     def _hello(self, number, *, is_accepted=True):
         while True:
