@@ -88,6 +88,18 @@ def test_loop_that_reads_nothing_is_not_ahead_of_its_device_after_a_boundary(gro
     groups.close()
 
 
+def test_group_adopts_what_arrives_between_two_boundaries(group):
+    groups = group(0, 1, every=200)
+    params = groups.attach({"w": jnp.zeros(3)})
+    for _ in range(200):
+        params = groups.step({"w": params["w"] + 1.0}, tokens=1)
+    while not groups.version and groups.steps < 399:
+        time.sleep(0.1)
+        params = groups.step(params, tokens=1)
+    assert (groups.version, float(params["w"][0])) == (1, 200.0)
+    assert groups.steps < 399
+
+
 @pytest.mark.rest
 def test_groups_that_wait_at_each_step_compute_what_one_device_computes(group, tmp_path):
     rows, num_steps = (7, 7, 1, 1), 100
