@@ -18,9 +18,8 @@ def test_runs_with_failures_end_with_the_state_of_a_run_without(first):
 
 
 def test_run_in_which_a_member_dies_that_had_finished_an_earlier_epoch():
-    done = runs.run(
-        Survivors, 1508
-    )  # the first seed that finds the planted fault finished-in-old-epoch-counts
+    # The first seed that finds the planted fault finished-in-old-epoch-counts.
+    done = runs.run(Survivors, 1508)
     assert done.error is None, runs.report(Survivors, done)
 
 
