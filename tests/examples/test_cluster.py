@@ -133,8 +133,10 @@ def test_slurm_trains_in_processes(tmp_path, one_process):
 
 # --- groups -----------------------------------------------------------------------------------------------
 
+# The groups end only when the syncer has said its arguments: the script ends it after them
 GROUP_SRUN = """#!/bin/bash
-case "$*" in *"replicax server"*) echo "syncer $*"; while :; do sleep 0.05; done ;; esac
+case "$*" in *"replicax server"*) echo "syncer $*"; touch "$SYNCER_RUNS"; while :; do sleep 0.05; done ;; esac
+until [ -e "$SYNCER_RUNS" ]; do sleep 0.05; done
 echo "group $REPLICAX_GROUP $REPLICAX_SYNCERS $REPLICAX_CHECKPOINT_DIR ${#REPLICAX_TOKEN} $*"
 [ "$REPLICAX_GROUP" = 0/2 ] || exit 7
 """
@@ -151,6 +153,7 @@ def test_groups_on_slurm_have_their_number_and_the_syncers(tmp_path):
             **os.environ,
             "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
             "SLURM_JOB_NODELIST": "n[0-4]",
+            "SYNCER_RUNS": str(tmp_path / "syncer_runs"),
         },
         capture_output=True,
         text=True,
