@@ -146,16 +146,16 @@ class TwoCopies(Jobs):
         return sorted(keys)
 
     def is_excused(self, group):
-        """True if both servers of a group were disturbed in so short a time that no second copy could be made between,
-        and one of them lost its memory.
+        """True if a server of a group lost its memory, and the other one had been disturbed or was soon, with no time
+        between in which nothing was disturbed and a second copy could be made.
         """
         members = {ps(member) for member in self.coordinator.groups.members(group)}
+        periods = [*self.disturbances.periods({COORDINATOR, *members}, COPIED_S)]
         for first, last, name in self.memory_losses:
             if name in members:
                 (other,) = members - {name}
-                near = {COORDINATOR, *members}
-                for start, end, targets in self.disturbances.of(other):
-                    if targets <= near and start - DETECTION_S <= last and first <= end + COPIED_S:
+                for start, end, disturbed in periods:
+                    if other in disturbed and start - DETECTION_S <= last and first <= end + COPIED_S:
                         return True
         return False
 
@@ -212,6 +212,9 @@ class BothLost(TwoCopies):
         self.lacked = set()  # groups that no server had at some time while both of its servers answered
         self.lost_at = {}  # group: when both of its servers were lost
         self.lost_in = {}  # group: the epoch in which both of its servers were lost
+        self.resuming = (
+            set()
+        )  # groups that have a new primary, and of which the log does not say yet what is lost
         drawn = random.Random(f"both lost {seed}").random()
         self.dies_writing, self.dies_chosen = drawn < 0.15, drawn > 0.9
         if self.dies_writing or self.dies_chosen:  # so that snapshots come meanwhile, or none
@@ -282,8 +285,10 @@ class BothLost(TwoCopies):
         yield from self.reasons_of_workers()
 
     def note_request(self, coordinator, ask):
-        for group, epoch in [*self.lost_in.items()]:
-            if group not in coordinator.groups.lost and coordinator.groups.views[group].epoch == epoch:
+        for group in self.lost_in.keys() - set(coordinator.groups.lost):
+            if coordinator.groups.views[group].since is not None:
+                self.resuming.add(group)
+            elif group not in self.resuming:
                 del self.lost_in[group]  # its primary was silent, and is back with all that it had
 
     def note_sent(self, coordinator, name, request):
@@ -402,3 +407,4 @@ class BothLost(TwoCopies):
             self.lost[group] |= self.had[group] - has
             self.known[group] = began_with, has
         self.lost_in.pop(group, None)
+        self.resuming.discard(group)

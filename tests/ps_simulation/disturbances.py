@@ -29,6 +29,8 @@ class Disturbances:
     (25.0, 26.0, 0.0)
     >>> faults.is_calm(["ps 0"], 36.5, 40.0), faults.is_calm(["ps 0", "ps 1"], 9.0, 12.0)
     (True, False)
+    >>> [(start, end, sorted(names)) for start, end, names in faults.periods({"ps 0", "coordinator"}, 3.0)]
+    [(10.0, 35.0, ['coordinator', 'ps 0'])]
     """
 
     def __init__(self):
@@ -58,6 +60,20 @@ class Disturbances:
             else:
                 times.append((start, end))
         return times
+
+    def periods(self, names, gap_s):
+        """Yields the times in which any of these processes, or the network between them, was disturbed again within a gap.
+
+        Yields:
+          A start, an end, and the names of all that was disturbed.
+        """
+        within = sorted(each for each in self._all if each.targets <= names)
+        while within:
+            start, end, disturbed = within.pop(0)
+            while within and within[0].start <= end + gap_s:
+                each = within.pop(0)
+                end, disturbed = max(end, each.end), disturbed | each.targets
+            yield start, end, disturbed
 
     def longest(self, one, other, gap_s=GAP_S):
         """Returns the longest time in seconds for which two processes could perhaps not talk."""

@@ -43,10 +43,9 @@ class RecordedLog:
     def history(self, fragment, history):
         key = fragment, self._instances[fragment]
         for version in range(self._closed[key] + 1, len(history) + 1):
-            is_flush, tokens = history[version - 1]
-            members = sum(1 << member for member, rows in enumerate(tokens) if rows)
-            of_round = {"version": version, "is_special": int(is_flush), "members": members}
-            self._note(ReplayKind.CLOSED, fragment, tokens=sum(tokens), **of_round)
+            is_flush, rows = history[version - 1]
+            of_round = {"version": version, "is_special": int(is_flush), "rows": tuple(rows)}
+            self._note(ReplayKind.CLOSED, fragment, **of_round)
         self._closed[key] = len(history)
 
     def _note(self, kind, fragment, **fields):

@@ -35,6 +35,12 @@ class WithDatasets(Jobs):
         self.num_made = 0  # how often the first worker was to make the broken dataset
         self.num_killed = 0
 
+    @property
+    def join_s(self):
+        """A dataset that kills workers is left out after some of them, and each new worker first makes all datasets."""
+        num_makings = MAX_DEATHS + 1 if self.deadly == DEADLY else 0
+        return super().join_s + num_makings * len((*DATASETS, BROKEN, DEADLY)) * self.making_s
+
     def caller(self, coordinator):
         for name in dict.fromkeys((*DATASETS, BROKEN, self.deadly)):
             coordinator.give(ResourceAdded(name, "dataset", f"make {name}"))

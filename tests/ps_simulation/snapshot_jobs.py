@@ -154,7 +154,7 @@ class Rewinds(Continued):
         super().__init__(seed)
         self.undone = set()
         self.last_way_back_at = 0.0
-        self.last_death_at = -math.inf  # of any process
+        self.last_death_at = self.last_lost_host_at = -math.inf  # of any process
         self.has_no_way_back = []  # servers that restarted, and lacked the snapshot to which all should go back
 
     def draw(self):
@@ -200,6 +200,8 @@ class Rewinds(Continued):
     def kill(self, world, process, kind):
         super().kill(world, process, kind)
         self.last_death_at = world.now
+        if kind == "lose host":
+            self.last_lost_host_at = world.now
 
     @property
     def longest_function_s(self):
@@ -235,6 +237,8 @@ class Rewinds(Continued):
         names += [worker(number) for number in range(self.num_workers)]
         if now - self.last_death_at < longest_s + SETTLED_S:
             return  # they may still go back
+        if now - self.last_lost_host_at < longest_s + CALL_S * (1 + self.num_workers):
+            return  # a worker may wait for the lost host, and no snapshots are taken while a function runs
         if now > longest_s and self.disturbances.is_calm(names, now - longest_s, now - 1e-6):
             at = self.taken_at(process.index, epoch)
             assert at is not None, f"there are no snapshots together at {now}"

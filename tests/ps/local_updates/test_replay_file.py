@@ -39,9 +39,7 @@ def test_records_of_two_processes_are_read_though_the_first_was_killed_in_one(tm
         ReplayRecord(ReplayKind.CLAIMED, 1, instance=a, number=6, birth=2**31 - 1),
         ReplayRecord(ReplayKind.TAKEN, 1, step=30, number=7, tokens=240),
         ReplayRecord(ReplayKind.LANDED, 1, number=7, version=4, instance=a, checksum=97),
-        ReplayRecord(
-            ReplayKind.CLOSED, 1, version=4, instance=a, is_special=1, members=0b101, tokens=240 + 2**29
-        ),
+        ReplayRecord(ReplayKind.CLOSED, 1, version=4, instance=a, is_special=1, rows=(240, 0, 2**29)),
         ReplayRecord(ReplayKind.CALLED, step=31, is_special=GroupCall.FINISH),
         ReplayRecord(ReplayKind.CLAIMED, 1, instance=b, birth=3),
         ReplayRecord(ReplayKind.KEPT, 1, number=8),

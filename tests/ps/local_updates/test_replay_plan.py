@@ -33,8 +33,8 @@ def landed(number, version, instance=7):
     return ReplayRecord(ReplayKind.LANDED, number=number, version=version, instance=instance, checksum=number)
 
 
-def closed(version, members, tokens, instance=7):
-    return ReplayRecord(ReplayKind.CLOSED, version=version, instance=instance, members=members, tokens=tokens)
+def closed(version, *rows, instance=7):
+    return ReplayRecord(ReplayKind.CLOSED, version=version, instance=instance, rows=rows)
 
 
 ADOPTED = ReplayRecord(ReplayKind.ADOPTED, step=4, version=1, instance=7, checksum=9)
@@ -46,10 +46,10 @@ OTHER = [taken(1, 4, 4), landed(1, 1), taken(2, 3, 8), landed(2, 2), taken(3, 2,
 @pytest.mark.parametrize(
     ("rounds", "expected"),
     [
-        ([(1, 0b11, 9), (2, 0b11, 9), (3, 0b11, 10)], 2),
-        ([(1, 0b11, 15), (2, 0b10, 3), (3, 0b11, 10)], 1),  # beside an answered push of its process
-        ([(1, 0b11, 9), (2, 0b10, 3), (3, 0b11, 16)], 3),  # beside a push of the next process
-        ([(1, 0b11, 9), (2, 0b10, 3), (3, 0b11, 10)], None),  # it did not arrive
+        ([(1, 5, 4), (2, 6, 3), (3, 8, 2)], 2),
+        ([(1, 11, 4), (2, 0, 3), (3, 8, 2)], 1),  # beside an answered push of its process
+        ([(1, 5, 4), (2, 0, 3), (3, 14, 2)], 3),  # beside a push of the next process
+        ([(1, 5, 4), (2, 0, 3), (3, 8, 2)], None),  # it did not arrive
     ],
 )
 def test_push_of_a_killed_process_is_in_the_round_that_lacks_its_rows(rounds, expected):
@@ -70,8 +70,8 @@ def test_push_of_a_killed_process_is_in_the_round_that_lacks_its_rows(rounds, ex
 
 
 def test_rounds_that_no_push_fits_and_other_runs_are_refused():
-    with pytest.raises(InvalidArgumentError, match=r"round 1 of fragment 0.*9 rows of the groups \[0, 1\]"):
-        ReplayPlan([[process(1, *OTHER, closed(1, 0b11, 9))]])
+    with pytest.raises(InvalidArgumentError, match=r"round 1 of fragment 0.*\[5, 4\] rows of groups 0 to 1"):
+        ReplayPlan([[process(1, *OTHER, closed(1, 5, 4))]])
     with pytest.raises(
         InvalidArgumentError, match="every is 5 in the log of group 1, and 4 in that of group 0"
     ):
@@ -93,8 +93,8 @@ def adopted(version, step, instance=7):
 def test_restarted_server_repeats_rounds_with_the_pushes_of_its_snapshot():
     """Its snapshot has round 1, and of round 2 the push of group 1. Both groups go on with a third push."""
     given = ReplayRecord(ReplayKind.GIVEN, number=2)
-    before = [closed(1, 0b11, 9), closed(2, 0b11, 9)]
-    again = [closed(1, 0b11, 9, instance=8), closed(2, 0b11, 14, instance=8)]
+    before = [closed(1, 5, 4), closed(2, 6, 3)]
+    again = [closed(1, 5, 4, instance=8), closed(2, 11, 3, instance=8)]
     pushes = [taken(1, 5, 4), landed(1, 1), taken(2, 6, 8), landed(2, 2)]
     lost = process(
         0, *pushes, *before, claimed(8, 1), given, adopted(1, 9, 8), taken(3, 11, 12), landed(3, 2, 8), *again
@@ -115,3 +115,14 @@ def test_restarted_server_repeats_rounds_with_the_pushes_of_its_snapshot():
         event for call in plan.processes[0].calls for event in call.events if hasattr(event, "returns")
     )
     assert (adoption.served, adoption.returns) == (ServedVersion(1, 1), (2,))
+
+
+def test_push_is_not_in_a_round_before_those_of_earlier_pushes():
+    """Two processes of group 0 were killed before an answer, each after a push of 6 rows; the first push did not arrive."""
+    first = process(0, taken(1, 6, 4))
+    second = process(0, taken(1, 6, 4), landed(1, 1), taken(2, 6, 8))
+    third = process(0, taken(1, 1, 4), landed(1, 2))
+    other = process(1, taken(1, 4, 4), landed(1, 1), closed(1, 6, 4), closed(2, 7))
+    plan = ReplayPlan([[first, second, third], [other]])
+    pushes = plan.rounds[0, ServedVersion(0, 2)].pushes
+    assert [(each.process, each.number) for each in pushes] == [(1, 2), (2, 1)]

@@ -8,13 +8,13 @@ snapshot: each process has logged up to which of its pushes, and those of others
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Final, final
 
 from replicax._ps.local_updates.fragment_programs import MAX_TOKENS
 from replicax._ps.local_updates.logged_events import LoggedPush, LoggedRound, ServedVersion
-from replicax._ps.local_updates.replay_file import MOST_MEMBERS, ReplayRecord
+from replicax._ps.local_updates.replay_file import ReplayRecord
 from replicax._src.program_kit.errors import InvalidArgumentError
 
 _NAME: Final = "rx.testing.replay_groups"
@@ -154,8 +154,12 @@ class FragmentLog:
     ) -> None:
         record, version = self._closed[served], served.version
         known = [push for push, each in entered.items() if each == version]
-        possible = [each for each in candidates if each[1] in (None, version) and each[0] not in known]
-        possible.sort(key=lambda each: each[0].order)  # a server adds the pushes of a process in their order
+        possible = [
+            each
+            for each in candidates
+            if each[1] in (None, version) and each[0] not in known and _in_order(each[0], version, entered)
+        ]
+        possible.sort(key=lambda each: each[0].order)
         found = next(
             (some for some in _subsets(possible) if _fits(record, [*known, *(push for push, _ in some)])),
             None,
@@ -163,7 +167,7 @@ class FragmentLog:
         if found is None:
             raise InvalidArgumentError(
                 f"{_NAME}: round {served} of fragment {self._fragment} has rows that no push in the logs has: it has "
-                f"{record.tokens} rows of the groups {_groups_of(record.members)}, and the logs have pushes of "
+                f"{list(record.rows)} rows of groups 0 to {len(record.rows) - 1}, and the logs have pushes of "
                 f"{[(each.group, each.tokens) for each in known]} (group, rows). Give the logs of all groups."
             )
         for each in found:
@@ -173,8 +177,8 @@ class FragmentLog:
         self.rounds[served] = LoggedRound(self._fragment, served, bool(record.is_special), pushes)
 
 
-def _rows(record: ReplayRecord) -> tuple[int, int, int]:
-    return record.is_special, record.members, record.tokens
+def _rows(record: ReplayRecord) -> tuple[int, tuple[int, ...]]:
+    return record.is_special, record.rows
 
 
 def _subsets(
@@ -185,13 +189,17 @@ def _subsets(
 
 
 def _fits(record: ReplayRecord, pushes: Sequence[LoggedPush]) -> bool:
-    """True if a round with these pushes has the rows, and the groups, of the record."""
-    tokens: Counter[int] = Counter()
+    """True if a round with these pushes has the rows of the record."""
+    rows: Counter[int] = Counter()
     for push in pushes:
-        tokens[push.group] = min(tokens[push.group] + push.tokens, MAX_TOKENS)
-    members = sum(1 << group for group, rows in tokens.items() if rows and group < MOST_MEMBERS)
-    return members == record.members and tokens.total() == record.tokens
+        rows[push.group] = min(rows[push.group] + push.tokens, MAX_TOKENS)
+    return +rows == +Counter(dict(enumerate(record.rows)))
 
 
-def _groups_of(members: int) -> list[int]:
-    return [group for group in range(MOST_MEMBERS) if members >> group & 1]
+def _in_order(push: LoggedPush, version: int, entered: Mapping[LoggedPush, int]) -> bool:
+    """True if a version may have a push: a server adds the pushes of a group in their order."""
+    return all(
+        each.order < push.order if there < version else each.order > push.order
+        for each, there in entered.items()
+        if each.group == push.group and there != version
+    )

@@ -1,6 +1,6 @@
 """The replay log of a group: what a run of groups needs to be repeated bit for bit. Pure, except for the file.
 
-A group appends to one file. Each process of it begins with a *header*: the line ``RXLU replay 3``, the length of a JSON
+A group appends to one file. Each process of it begins with a *header*: the line ``RXLU replay 4``, the length of a JSON
 text in 4 bytes, and the text. Then come records in the order of their events: a byte that says the kind, and numbers of
 7 bits in a byte, the lowest first, whose last byte is below 128. Checksums have 4 bytes. A killed process may leave a
 part of a record, which ends its part of the file.
@@ -13,7 +13,7 @@ kind        fields
 ``KEPT``    fragment, number: the next adoption keeps this push, which a later version has
 ``GIVEN``   fragment, number: the next adoption counts this push as not pushed, because the server lost it
 ``ADOPTED`` fragment, step, version, 1 if unpushed work was dropped, CRC-32 of the outer parameters
-``CLOSED``  fragment, version, 1 if the round was a flush, members with rows as bits, rows of all members
+``CLOSED``  fragment, version, 1 if the round was a flush, number of members, rows of each
 ``CALLED``  step, 1 for ``wait`` and 2 for ``finish``: the next records are those of this call
 ``CREATED`` fragment, CRC-32: the process has created the outer parameters from its own
 ``CLAIMED`` fragment, instance of the server's store, last push of the process that it has, birth of the fragment: the
@@ -22,7 +22,7 @@ kind        fields
 
 ``step`` is the number of steps that the process had counted. ``CLOSED`` of each round is in the log of every group that
 fetched it or a later one. A push of a process that was killed before its answer came has no ``LANDED``: it is in the
-round whose members have the group, and no other push of it. A server that was restarted has another instance, and the
+round whose rows of its group no other pushes have. A server that was restarted has another instance, and the
 pushes up to those of ``CLAIMED``.
 """
 
@@ -32,7 +32,7 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final, NamedTuple, final
@@ -42,11 +42,9 @@ import numpy as np
 from replicax._src.program_kit.errors import MessageError
 from replicax._src.program_kit.texts import read_json
 
-_MAGIC: Final = b"RXLU replay 3\n"
+_MAGIC: Final = b"RXLU replay 4\n"
 _LENGTH: Final = struct.Struct("<I")
 _CHECKSUM: Final = struct.Struct("<I")
-MOST_MEMBERS: Final = 64
-"""``CLOSED`` has a bit for each member up to here."""
 
 
 class ReplayKind(IntEnum):
@@ -80,9 +78,9 @@ class ReplayRecord(NamedTuple):
       number: The number of a push of this process.
       version: The version of the outer parameters.
       instance: A number for the instance of the server's store: that of the last ``CLAIMED`` of the fragment.
-      tokens: The rows of a push, or of a round.
+      tokens: The rows of a push.
       is_special: True for an adoption that dropped work, and for a round that was a flush. In ``CALLED`` the method.
-      members: The members with rows in a round, as bits.
+      rows: The rows of a round by member.
       checksum: The CRC-32 of outer parameters, or of a push.
       birth: The birth of the fragment in ``CLAIMED``: see ``RoundState``.
     """
@@ -95,7 +93,7 @@ class ReplayRecord(NamedTuple):
     instance: int = 0
     tokens: int = 0
     is_special: int = 0
-    members: int = 0
+    rows: tuple[int, ...] = ()
     checksum: int = 0
     birth: int = 0
 
@@ -106,7 +104,7 @@ _FIELDS: Final[Mapping[ReplayKind, tuple[str, ...]]] = {
     ReplayKind.KEPT: ("fragment", "number"),
     ReplayKind.GIVEN: ("fragment", "number"),
     ReplayKind.ADOPTED: ("fragment", "step", "version", "is_special", "checksum"),
-    ReplayKind.CLOSED: ("fragment", "version", "is_special", "members", "tokens"),
+    ReplayKind.CLOSED: ("fragment", "version", "is_special", "rows"),
     ReplayKind.CALLED: ("step", "is_special"),
     ReplayKind.CREATED: ("fragment", "checksum"),
     ReplayKind.CLAIMED: ("fragment", "instance", "number", "birth"),
@@ -183,27 +181,33 @@ class ReplayWriter:
 
     def closed(self, fragment: int, row: Sequence[int]) -> None:
         """Notes a row of the shard ``history``."""
-        version, is_flush, *tokens = row
-        members = sum(1 << member for member, rows in enumerate(tokens[:MOST_MEMBERS]) if rows)
-        self._write(ReplayKind.CLOSED, fragment, version, int(is_flush != 0), members, sum(tokens))
+        version, is_flush, *rows = row
+        self._write(ReplayKind.CLOSED, fragment, version, int(is_flush != 0), rows)
 
     def close(self) -> None:
         """Closes the file. May be called again."""
         self._file.close()
 
-    def _write(self, kind: ReplayKind, *values: int) -> None:
+    def _write(self, kind: ReplayKind, *values: int | Sequence[int]) -> None:
         if self._file.closed:
             return
         record = bytearray([kind])
         for name, value in zip(_FIELDS[kind], values, strict=True):
             if name == "checksum":
                 record += _CHECKSUM.pack(value)
-                continue
-            while value > 127:
-                record.append(value & 127 | 128)
-                value >>= 7
-            record.append(value)
+            elif isinstance(value, int):
+                _append_number(record, value)
+            else:
+                for each in (len(value), *value):
+                    _append_number(record, each)
         self._file.write(record)
+
+
+def _append_number(record: bytearray, value: int) -> None:
+    while value > 127:
+        record.append(value & 127 | 128)
+        value >>= 7
+    record.append(value)
 
 
 def instance_number(instance: str) -> int:
@@ -251,11 +255,12 @@ def _records(path: str | os.PathLike[str], part: bytes, at: int) -> list[ReplayR
             raise MessageError(
                 f"{path} is a damaged replay log: byte {at} of a process is no kind of record."
             )
-        kind, fields = ReplayKind(part[at]), {}
+        kind = ReplayKind(part[at])
+        fields: dict[str, Any] = {}
         at += 1
         try:
             for name in _FIELDS[kind]:
-                fields[name], at = _number(part, at, is_checksum=name == "checksum")
+                fields[name], at = _READERS.get(name, _number)(part, at)
         except (IndexError, struct.error):
             break  # the process was killed
         record = ReplayRecord(kind, **fields)
@@ -267,12 +272,30 @@ def _records(path: str | os.PathLike[str], part: bytes, at: int) -> list[ReplayR
     return records
 
 
-def _number(part: bytes, at: int, *, is_checksum: bool) -> tuple[int, int]:
+def _number(part: bytes, at: int) -> tuple[int, int]:
     """Reads a number. Returns it, and where the next one begins."""
-    if is_checksum:
-        return _CHECKSUM.unpack_from(part, at)[0], at + _CHECKSUM.size
     number = shift = 0
     while part[at] > 127:
         number |= (part[at] & 127) << shift
         at, shift = at + 1, shift + 7
     return number | part[at] << shift, at + 1
+
+
+def _numbers(part: bytes, at: int) -> tuple[tuple[int, ...], int]:
+    """Reads a number, and as many numbers as it says."""
+    count, at = _number(part, at)
+    numbers: list[int] = []
+    for _ in range(count):
+        number, at = _number(part, at)
+        numbers.append(number)
+    return tuple(numbers), at
+
+
+def _checksum(part: bytes, at: int) -> tuple[int, int]:
+    return _CHECKSUM.unpack_from(part, at)[0], at + _CHECKSUM.size
+
+
+_READERS: Final[Mapping[str, Callable[[bytes, int], tuple[Any, int]]]] = {
+    "checksum": _checksum,
+    "rows": _numbers,
+}
