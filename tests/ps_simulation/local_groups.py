@@ -15,6 +15,7 @@ from ps_simulation.task_process import TaskProcess, travelled
 from replicax._ps.local_updates import exchange_actions as actions
 from replicax._ps.local_updates.fragment_rules import ExchangeOptions
 from replicax._ps.local_updates.member_rules import MemberRules
+from replicax._ps.local_updates.round_state import MemberState
 from replicax._ps.local_updates.unmerged_progress import UnmergedProgress
 from replicax._src.vocabulary.errors import InvalidArgumentError, ReplicaxError
 from simulation.world import Fault
@@ -211,10 +212,11 @@ class Group(TaskProcess):
     def _send(self, fragment, kind, *fields):
         assert fragment not in self.sent, "two requests of one fragment are in flight"
         self.sent.add(fragment)
+        before = fields[1] if kind == "claim" else MemberState()
         reply = self.ask(ps(self.scenario.server_of(fragment)), (kind, fragment, *fields), CALL_S)
-        reply.then(lambda: self._answered(fragment, kind, reply))
+        reply.then(lambda: self._answered(fragment, before, reply))
 
-    def _answered(self, fragment, kind, reply):
+    def _answered(self, fragment, before, reply):
         if not self.is_alive:
             return
         self.sent.discard(fragment)
@@ -227,7 +229,7 @@ class Group(TaskProcess):
         me = state.members[self.number]
         if me.owner == self.owner and self.claimed.get(fragment) != instance:
             self.claimed[fragment] = instance
-            self.log.claimed(fragment, instance, me.pushed, state.birth)
+            self.log.claimed(fragment, instance, me.pushed, state.birth, before)
         if fetched is not None:
             outer, history = fetched
             self.outer[fragment] = instance, state.version, outer

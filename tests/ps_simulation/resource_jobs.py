@@ -19,6 +19,8 @@ FAILS_ON = re.compile(r"cannot be made on ((worker \d+) process \d+)")
 class WithDatasets(Jobs):
     """Each worker makes datasets; one of them cannot be made on some workers."""
 
+    most_kept_of_task = 30  # requests to make datasets, to a worker that is back
+
     def drawn(self):
         function = super().drawn()
         of_seed = self.random

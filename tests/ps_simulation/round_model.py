@@ -98,7 +98,7 @@ class RoundModel:
 
     def claim(self, member, expected, owner):
         before = self.members[member]
-        if before.owner == expected:
+        if (before.owner, before.pushed) == (expected.owner, expected.pushed):
             self.members[member] = before._replace(owner=owner, pushed=0, landed=0, has_finished=0)
 
     def push(self, member, owner, number, after, tokens, is_last, stops, value):

@@ -227,7 +227,7 @@ class Rewinds(Continued):
 
     def check_fresh(self, process, had):
         """All servers had taken snapshots together not long ago, if nothing disturbed them."""
-        if self.coordinator.job is None or self.has_no_way_back or self.ended_sessions:
+        if self.coordinator.job is None or self.has_ended or self.has_no_way_back or self.ended_sessions:
             return  # no snapshots yet, or none any more
         together_s = self.num_servers * (self.write_s + 0.2) + SLOW_S
         longest_s = self.interval_s + 2 * together_s

@@ -5,7 +5,10 @@ import numpy as np
 from asked_store import ME, ask, send
 from replicax._ps.local_updates.fragment_programs import FragmentPrograms, state_of
 from replicax._ps.local_updates.int8_blocks import encoded
+from replicax._ps.local_updates.round_state import MemberState
 from replicax._ps.store.store import Store
+
+NOBODY = MemberState()
 
 
 class FragmentStore:
@@ -40,7 +43,7 @@ class FragmentStore:
         ask(self.store, "assign", [*values.values()], keys=[self.programs.shards[name][0] for name in values])
         return self
 
-    def claim(self, member, expected, owner):
+    def claim(self, member, owner, expected=NOBODY):
         return self._run(self.programs.claim, self.programs.claim_operands(member, expected, owner))
 
     def push(self, member, owner, number, after, tokens, values, **flags):

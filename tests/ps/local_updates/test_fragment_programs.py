@@ -11,7 +11,7 @@ from fragment_store import FragmentStore
 from ps_simulation.round_model import NOT_FINITE, RoundModel
 from replicax._ps.local_updates.int8_blocks import decoded, encoded
 from replicax._ps.local_updates.outer_optimizer import OuterTransformation, outer_optimizer_of
-from replicax._ps.local_updates.round_state import REFUSED
+from replicax._ps.local_updates.round_state import REFUSED, MemberState
 from replicax._ps.local_updates.stored_position import StoredPosition
 from replicax.errors import InvalidArgumentError
 
@@ -38,7 +38,7 @@ def float32():
 def fresh(store, theta=None, *, rate=0.7, decay=0.9):
     store.begin(pushes(1, seed=9)[0] if theta is None else theta, rate=rate, decay=decay)
     for member in range(4):
-        store.claim(member, 0, 10 + member)
+        store.claim(member, 10 + member)
     return store
 
 
@@ -64,7 +64,7 @@ def test_repeated_and_late_requests_change_nothing(either):
     store.push(0, 10, 1, 0, 7, one)  # again
     store.push(0, 10, 3, 2, 7, two)  # the server lacks push 2
     store.push(0, 99, 1, 0, 7, two, position=other.encoded())  # another process
-    store.claim(0, 0, 99)  # the slot is taken
+    store.claim(0, 99)  # the slot is taken
     store.close(1)  # another version
     store.close(0, 2)  # one member has pushed
     assert store.bits == before
@@ -97,8 +97,8 @@ def test_close_is_a_step_of_sgd_with_the_mean_by_rows_and_a_flush_adds_the_mean(
     for version in range(4):
         one, two = pushes(2, seed=version)
         if not version:
-            store.claim(0, 0, 10)
-            store.claim(1, 0, 11)
+            store.claim(0, 10)
+            store.claim(1, 11)
         store.push(0, 10, version + 1, version, 14, one)
         store.push(1, 11, version + 1, version, 2, two)
         mean = (14 * one.astype(np.float64) + 2 * two) / 16
@@ -119,7 +119,7 @@ def test_close_with_optax_is_its_update_of_the_mean_by_rows_and_a_flush_leaves_i
     transformation = optax.chain(optax.clip(1.0), optax.adam(0.1))
     store = FragmentStore(SIZE, 2, optimizer=OuterTransformation(transformation)).begin(np.zeros(SIZE))
     for member in range(2):
-        store.claim(member, 0, 10 + member)
+        store.claim(member, 10 + member)
     theta = np.zeros(SIZE, np.float32)
     state = transformation.init(theta)
     for version in range(3):
@@ -151,7 +151,7 @@ def test_rounds_are_those_of_the_simulated_server(float32):
         store, model = fresh(float32), RoundModel.new(0, 4, 5)
         owners = [10, 11, 12, 13]
         for member, owner in enumerate(owners):
-            model.claim(member, 0, owner)
+            model.claim(member, MemberState(), owner)
         for _ in range(60):
             member = of_seed.randrange(4)
             me = model.members[member]
@@ -173,20 +173,22 @@ def test_rounds_are_those_of_the_simulated_server(float32):
                     model.close(version, quorum, False)
                     state = store.close(version, quorum)
                 case "claim":
-                    expected, owner = of_seed.choice([me.owner, 0]), of_seed.randint(20, 99)
+                    owner, other = of_seed.randint(20, 99), me._replace(pushed=me.pushed + 1)
+                    expected = of_seed.choice([me, me, MemberState(), other])
                     model.claim(member, expected, owner)
-                    state = store.claim(member, expected, owner)
+                    state = store.claim(member, owner, expected)
             assert state == model.state
 
 
 def test_stop_reaches_a_group_that_comes_after_all_others_have_pushed_their_last(float32):
     store = float32
     store.begin(np.zeros(SIZE))
-    store.claim(0, 0, 10)
-    store.push(0, 10, 1, 0, 1, np.zeros(SIZE), is_last=True, stops=True)
-    assert store.claim(1, 0, 21).is_stopping
-    assert store.claim(1, 21, 31).is_stopping  # it was killed, and has started again
-    assert store.claim(0, 10, 20).is_stopping  # it was killed while it finished
+    store.claim(0, 10)
+    first = store.push(0, 10, 1, 0, 1, np.zeros(SIZE), is_last=True, stops=True)
+    second = store.claim(1, 21)
+    assert second.is_stopping
+    assert store.claim(1, 31, second.members[1]).is_stopping  # it was killed, and has started again
+    assert store.claim(0, 20, first.members[0]).is_stopping  # it was killed while it finished
 
 
 def test_integers_and_scales_are_exact_on_both_sides(either):

@@ -52,7 +52,7 @@ class Driven:
         return self.rules.boundary(0, tokens, self.now)
 
     def begin(self):
-        assert self.tick() == [ClaimSlot(0, 0)]
+        assert self.tick() == [ClaimSlot(0, MemberState())]
         assert self.answer(state()) == [FetchOuter(0)]
         assert self.answer(state()) == [AdoptOuter(0, "a", 0, (), (), True)]
         assert self.rules.has_begun
@@ -68,9 +68,11 @@ class Driven:
 def test_group_begins_with_outer_parameters_of_its_slot_and_takes_the_slot_of_a_dead_process():
     driven = Driven()
     assert not driven.rules.has_begun
-    assert driven.tick() == [ClaimSlot(0, 0)]
+    assert driven.tick() == [ClaimSlot(0, MemberState())]
     assert driven.tick() == []  # one request at a time
-    assert driven.answer(state(me=MemberState(owner=3, pushed=9))) == [ClaimSlot(0, 3)]
+    assert driven.answer(state(me=MemberState(owner=3, pushed=9))) == [
+        ClaimSlot(0, MemberState(owner=3, pushed=9))
+    ]
     assert driven.answer(state(4)) == [FetchOuter(0)]
     assert driven.answer(state(4)) == [AdoptOuter(0, "a", 4, (), (), True)]
 
@@ -241,7 +243,7 @@ def test_server_without_the_fragment_gets_it_again_and_all_pushes_are_named():
     driven.push()
     driven.tick()
     assert driven.rules.failed(0, is_absent=True) == []
-    assert driven.tick() == [ClaimSlot(0, 0)]
+    assert driven.tick() == [ClaimSlot(0, MemberState())]
     assert driven.answer(state(birth=2), "b") == [LostPushes(0, 1, 1, False), FetchOuter(0)]
 
 

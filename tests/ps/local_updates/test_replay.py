@@ -81,7 +81,7 @@ class Running:
         owner = self.values.owner
         match request:
             case actions.ClaimSlot(_, expected):
-                state = store.claim(self.member, expected, owner)
+                state = store.claim(self.member, owner, expected)
             case actions.SendPush(_, number, after, weight, is_last, stops):
                 tokens[owner, number] = weight
                 push = self.member, owner, number, after, weight, self.raw[number]
@@ -134,7 +134,7 @@ def replayed(everyone, tokens, history, store):
     members = {each.values.owner: each.member for each in everyone}
     pushed = {}
     for member in range(NUM_GROUPS):
-        store.claim(member, 0, 1 + member)
+        store.claim(member, 1 + member)
     while True:
         for owner in reversed(again):
             values, log = again[owner], logs[owner]

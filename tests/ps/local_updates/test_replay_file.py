@@ -10,6 +10,7 @@ from replicax._ps.local_updates.replay_file import (
     instance_number,
     read_replay_file,
 )
+from replicax._ps.local_updates.round_state import REFUSED, MemberState
 from replicax.errors import MessageError
 
 
@@ -18,13 +19,13 @@ def test_records_of_two_processes_are_read_though_the_first_was_killed_in_one(tm
     one = ReplayWriter(path, {"owner": 5})
     one.step = 30
     one.created(1, 98)
-    one.claimed(1, "a", 6, 2**31 - 1)
+    one.claimed(1, "a", 6, 2**31 - 1, MemberState(owner=4, pushed=300, landed=2))
     one.taken(1, 7, 240)
     one.landed(1, 7, 4, 97)
     one.closed(1, [4, 1, 240, 0, 2**29])
     one.called(31, GroupCall.STEP)
     one.called(31, GroupCall.FINISH)
-    one.claimed(1, "b", 0, 3)
+    one.claimed(1, "b", 0, 3, MemberState(owner=4, pushed=300, landed=REFUSED))
     one.adopted(1, 4, 99, keeps=(8,), returns=(6,), drops=True)
     one.close()
     size = path.stat().st_size
@@ -36,12 +37,21 @@ def test_records_of_two_processes_are_read_though_the_first_was_killed_in_one(tm
     a, b = map(instance_number, "ab")
     assert first.records == [
         ReplayRecord(ReplayKind.CREATED, 1, checksum=98),
-        ReplayRecord(ReplayKind.CLAIMED, 1, instance=a, number=6, birth=2**31 - 1),
+        ReplayRecord(
+            ReplayKind.CLAIMED,
+            1,
+            instance=a,
+            number=6,
+            birth=2**31 - 1,
+            before=4,
+            before_number=300,
+            before_version=3,
+        ),
         ReplayRecord(ReplayKind.TAKEN, 1, step=30, number=7, tokens=240),
         ReplayRecord(ReplayKind.LANDED, 1, number=7, version=4, instance=a, checksum=97),
         ReplayRecord(ReplayKind.CLOSED, 1, version=4, instance=a, is_special=1, rows=(240, 0, 2**29)),
         ReplayRecord(ReplayKind.CALLED, step=31, is_special=GroupCall.FINISH),
-        ReplayRecord(ReplayKind.CLAIMED, 1, instance=b, birth=3),
+        ReplayRecord(ReplayKind.CLAIMED, 1, instance=b, birth=3, before=4, before_number=300),
         ReplayRecord(ReplayKind.KEPT, 1, number=8),
         ReplayRecord(ReplayKind.GIVEN, 1, number=6),
         ReplayRecord(ReplayKind.ADOPTED, 1, step=31, version=4, instance=b, is_special=1, checksum=99),

@@ -17,12 +17,13 @@ HEADER = {
 }
 
 
-def claimed(instance=7, number=0, birth=3):
-    return ReplayRecord(ReplayKind.CLAIMED, instance=instance, number=number, birth=birth)
+def claimed(instance=7, number=0, birth=3, before=0, before_number=0, before_version=0):
+    has = {"before": before, "before_number": before_number, "before_version": before_version}
+    return ReplayRecord(ReplayKind.CLAIMED, instance=instance, number=number, birth=birth, **has)
 
 
-def process(group, *records, **header):
-    return ReplayOfProcess({**HEADER, "group": group, **header}, [claimed(), *records])
+def process(group, *records, claims=None, **header):
+    return ReplayOfProcess({**HEADER, "group": group, "owner": 1, **header}, [claims or claimed(), *records])
 
 
 def taken(number, tokens, step):
@@ -126,3 +127,17 @@ def test_push_is_not_in_a_round_before_those_of_earlier_pushes():
     plan = ReplayPlan([[first, second, third], [other]])
     pushes = plan.rounds[0, ServedVersion(0, 2)].pushes
     assert [(each.process, each.number) for each in pushes] == [(1, 2), (2, 1)]
+
+
+@pytest.mark.parametrize(("has_first", "expected"), [(1, (0, 1)), (0, (1, 1))])
+def test_next_process_says_if_the_server_had_the_push_of_one_that_was_killed(has_first, expected):
+    """Two processes of group 0 were killed before an answer to their push of 6 rows. One of the pushes arrived."""
+    first = process(0, taken(1, 6, 4))
+    has = {"before_number": has_first, "before_version": has_first}
+    second = process(0, taken(1, 6, 4), owner=2, claims=claimed(before=1, **has))
+    has = {"before_number": 1 - has_first, "before_version": 1 - has_first}
+    third = process(0, owner=3, claims=claimed(before=2, **has))
+    other = process(1, taken(1, 4, 4), landed(1, 1), closed(1, 6, 4))
+    plan = ReplayPlan([[first, second, third], [other]])
+    pushes = plan.rounds[0, ServedVersion(0, 1)].pushes
+    assert [(each.process, each.number) for each in pushes if each.group == 0] == [expected]

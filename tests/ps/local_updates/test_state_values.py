@@ -17,7 +17,7 @@ def test_pushes_are_values_and_adopted_values_are_the_outer_ones():
 def test_round_takes_the_mean_of_the_newest_values_by_rows():
     store = FragmentStore(2, 3, is_state=True).begin([1.0, 1.0], rate=0.5, decay=0.9)
     for member in range(3):
-        store.claim(member, 0, 7 + member)
+        store.claim(member, 7 + member)
     store.push(0, 7, 1, 0, 2, [9.0, 9.0])
     store.push(0, 7, 2, 1, 1, [0.5, 0.25])  # the newer values, with the rows of both
     store.push(1, 8, 1, 0, 1, [0.1, 0.05])

@@ -24,7 +24,7 @@ from replicax._ps.local_updates.int8_blocks import encoded
 from replicax._ps.local_updates.member_rules import MemberRules
 from replicax._ps.local_updates.owner_thread import OwnerThread
 from replicax._ps.local_updates.replay_file import GroupCall, ReplayWriter, checksum_of
-from replicax._ps.local_updates.round_state import RoundState
+from replicax._ps.local_updates.round_state import MemberState, RoundState
 from replicax._ps.local_updates.state_values import StateValues
 from replicax._ps.local_updates.stored_position import StoredPosition
 from replicax._ps.local_updates.unmerged_progress import Rebase, UnmergedProgress, moved
@@ -447,22 +447,24 @@ class BackgroundExchange:
         instance: str = answer.header["versions"][0][0]
         mark = self._stop_marks[fragment] = stop_mark(instance)
         state = state_of(np.asarray(answer.arrays[0])).in_instance(mark)
-        self._note_claimed(fragment, instance, state)
+        self._note_claimed(action, instance, state)
         if outer is not None:
             self._outer[fragment], self._checksums[fragment] = outer
             self._note_closed(fragment, instance, answer.arrays[2:])
         self._do(self._rules.answered(fragment, instance, state, time.monotonic()))
 
-    def _note_claimed(self, fragment: int, instance: str, state: RoundState) -> None:
+    def _note_claimed(self, action: Any, instance: str, state: RoundState) -> None:
         """Logs that this process has created a fragment, or has its slot in another instance of the server's store."""
         if self._log is None:
             return
+        fragment = action.fragment
         if self._created.get(fragment, (None,))[0] == state.birth:
             self._log.created(fragment, self._created.pop(fragment)[1])
         me = state.members[self._member]
         if me.owner == self._owner and self._claimed.get(fragment) != instance:
             self._claimed[fragment] = instance
-            self._log.claimed(fragment, instance, me.pushed, state.birth)
+            before = action.expected if isinstance(action, actions.ClaimSlot) else MemberState()
+            self._log.claimed(fragment, instance, me.pushed, state.birth, before)
 
     def _note_closed(self, fragment: int, instance: str, fetched: Sequence[Any]) -> None:
         """Logs the rounds that have closed since the last fetch."""

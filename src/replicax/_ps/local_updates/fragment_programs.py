@@ -90,7 +90,7 @@ class FragmentPrograms:
         if is_compressed:
             pushed = [((size,), np.int8), ((num_blocks(size),), np.float32)]
         position = ((NUM_POSITION_BYTES,), np.uint8)
-        self.claim = self._program("claim", _claim, ("rounds",), [((3,), np.int32)])
+        self.claim = self._program("claim", _claim, ("rounds",), [((4,), np.int32)])
         push = _push_values if is_state else _push
         self.push = self._program(
             "push", push, ("rounds", "slots", "positions"), [((6,), np.int32), *pushed, position]
@@ -123,8 +123,8 @@ class FragmentPrograms:
         return rounds
 
     @staticmethod
-    def claim_operands(member: int, expected: int, owner: int) -> list[np.ndarray]:
-        return [np.array([member, expected, owner], np.int32)]
+    def claim_operands(member: int, expected: MemberState, owner: int) -> list[np.ndarray]:
+        return [np.array([member, expected.owner, expected.pushed, owner], np.int32)]
 
     @staticmethod
     def push_operands(
@@ -194,10 +194,10 @@ def stop_mark(instance: str) -> int:
 
 
 def _claim(rounds: jax.Array, header: jax.Array) -> list[jax.Array]:
-    member, expected, owner = header
+    member, expected, pushed, owner = header
     before = rounds[1 + member]
     taken = jnp.stack([owner, jnp.int32(0), jnp.int32(0), before[_TOKENS], jnp.int32(0)])
-    is_free = before[_OWNER] == expected
+    is_free = (before[_OWNER] == expected) & (before[_PUSHED] == pushed)
     return [rounds.at[1 + member].set(jnp.where(is_free, taken, before))]
 
 

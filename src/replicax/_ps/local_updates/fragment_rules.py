@@ -327,7 +327,7 @@ class FragmentRules:
         if self._is_silent and not is_due:
             return None
         if self._state is None or self._state.members[self._member].owner != self._owner:
-            expected = 0 if self._state is None else self._state.members[self._member].owner
+            expected = MemberState() if self._state is None else self._state.members[self._member]
             return ClaimSlot(self.fragment, expected)
         if self._unanswered is not None and not self._is_refused:
             self._sent_at = now

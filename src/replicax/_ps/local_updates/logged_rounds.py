@@ -1,14 +1,14 @@
 """``FragmentLog``: which pushes each round of a fragment had, found from the logs of all groups. Pure.
 
-Most pushes have an answer in the log, which says the version that has them. A push whose process died before the answer
-is in the round that lacks so many rows. A server that was restarted came back with the rounds and the pushes of its
+Most pushes have an answer in the log, which says the version that has them. If the process died before the answer, the
+next process of its group says which version has the push. If there is none, it is in the round that lacks its rows. A server that was restarted came back with the rounds and the pushes of its
 snapshot: each process has logged up to which of its pushes, and those of others are in the round that lacks their rows.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Final, final
 
@@ -55,6 +55,25 @@ class FragmentLog:
         self._note_pending()
         self._restarts = restarts
 
+    def took_over(self, group: int, process: int, restarts: int, number: int, version: int) -> None:
+        """The slot was that of an earlier process of the group, whose last push there has that number, and that version
+        has it; 0 if none has it.
+        """
+        key = restarts, group, process
+        if key not in self._claims:
+            self._claims[key] = number  # it has not met this server, which came back with its pushes
+        pending = [
+            (each, push)
+            for each, pushes in self._pending.items()
+            for push in pushes
+            if (push.group, push.process) == (group, process)
+        ]
+        for each, push in pending:
+            if each == restarts:
+                self._pending[each].remove(push)
+            if push.number == number and version:
+                self._landed[restarts][push] = version
+
     def taken(self, push: LoggedPush) -> None:
         """The process has taken a push."""
         self._unanswered = push
@@ -97,7 +116,11 @@ class FragmentLog:
         candidates: list[tuple[LoggedPush, int | None]] = []  # pushes that it may have, and in which version
         for restarts in range(num_servers):
             candidates = [
-                each for each in candidates if each[1] not in versions and not self._knows(restarts, each[0])
+                (push, version)
+                for push, version in candidates
+                if version not in versions
+                and not self._knows(restarts, push)
+                and not _is_past(push, versions, entered)
             ]
             candidates += [(push, None) for push in self._pending[restarts]]
             if restarts:
@@ -202,4 +225,12 @@ def _in_order(push: LoggedPush, version: int, entered: Mapping[LoggedPush, int])
         each.order < push.order if there < version else each.order > push.order
         for each, there in entered.items()
         if each.group == push.group and there != version
+    )
+
+
+def _is_past(push: LoggedPush, closed: Container[int], entered: Mapping[LoggedPush, int]) -> bool:
+    """True if a server without a push has not had it: a version has closed that has a later push of the group."""
+    return any(
+        each.group == push.group and each.order > push.order and version in closed
+        for each, version in entered.items()
     )

@@ -17,13 +17,14 @@ kind        fields
 ``CALLED``  step, 1 for ``wait`` and 2 for ``finish``: the next records are those of this call
 ``CREATED`` fragment, CRC-32: the process has created the outer parameters from its own
 ``CLAIMED`` fragment, instance of the server's store, last push of the process that it has, birth of the fragment: the
-            process has its slot there, and the next records of the fragment are of this instance
+            process has its slot there, and the next records of the fragment are of this instance. Then what the slot had
+            before: the owner, its last push, the version that has this push
 ==========  ======================================================================================================
 
 ``step`` is the number of steps that the process had counted. ``CLOSED`` of each round is in the log of every group that
-fetched it or a later one. A push of a process that was killed before its answer came has no ``LANDED``: it is in the
-round whose rows of its group no other pushes have. A server that was restarted has another instance, and the
-pushes up to those of ``CLAIMED``.
+fetched it or a later one. A push of a process that was killed before its answer came has no ``LANDED``: the next
+process of its group says in ``CLAIMED`` if the server had it, or else it is in the round whose rows of its group no other
+pushes have. A server that was restarted has another instance, and the pushes up to those of ``CLAIMED``.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
+from replicax._ps.local_updates.round_state import MemberState
 from replicax._src.program_kit.errors import MessageError
 from replicax._src.program_kit.texts import read_json
 
@@ -83,6 +85,9 @@ class ReplayRecord(NamedTuple):
       rows: The rows of a round by member.
       checksum: The CRC-32 of outer parameters, or of a push.
       birth: The birth of the fragment in ``CLAIMED``: see ``RoundState``.
+      before: The owner of the slot before, in ``CLAIMED``; 0 if there was none, or it is this process.
+      before_number: The number of its last push.
+      before_version: The version that has this push; 0 if none has it.
     """
 
     kind: ReplayKind
@@ -96,6 +101,9 @@ class ReplayRecord(NamedTuple):
     rows: tuple[int, ...] = ()
     checksum: int = 0
     birth: int = 0
+    before: int = 0
+    before_number: int = 0
+    before_version: int = 0
 
 
 _FIELDS: Final[Mapping[ReplayKind, tuple[str, ...]]] = {
@@ -107,7 +115,15 @@ _FIELDS: Final[Mapping[ReplayKind, tuple[str, ...]]] = {
     ReplayKind.CLOSED: ("fragment", "version", "is_special", "rows"),
     ReplayKind.CALLED: ("step", "is_special"),
     ReplayKind.CREATED: ("fragment", "checksum"),
-    ReplayKind.CLAIMED: ("fragment", "instance", "number", "birth"),
+    ReplayKind.CLAIMED: (
+        "fragment",
+        "instance",
+        "number",
+        "birth",
+        "before",
+        "before_number",
+        "before_version",
+    ),
 }
 _OF_INSTANCE: Final = (ReplayKind.LANDED, ReplayKind.ADOPTED, ReplayKind.CLOSED)
 
@@ -151,8 +167,10 @@ class ReplayWriter:
         if call is not GroupCall.STEP:
             self._write(ReplayKind.CALLED, step, call)
 
-    def claimed(self, fragment: int, instance: str, number: int, birth: int) -> None:
-        self._write(ReplayKind.CLAIMED, fragment, instance_number(instance), number, birth)
+    def claimed(self, fragment: int, instance: str, number: int, birth: int, before: MemberState) -> None:
+        """Notes that the process has its slot; ``before`` is what it was when the process took it."""
+        has = before.owner, before.pushed, before.landed + 1
+        self._write(ReplayKind.CLAIMED, fragment, instance_number(instance), number, birth, *has)
 
     def created(self, fragment: int, checksum: int) -> None:
         self._write(ReplayKind.CREATED, fragment, checksum)

@@ -63,9 +63,11 @@ class ReplayPlan:
         self.instances = _restarts_before(parts)
         self._fragments = {fragment: FragmentLog(fragment) for fragment in self.instances}
         counts: Counter[int] = Counter()
+        self._process_of: dict[tuple[int, int], int] = {}  # by group and owner of a slot
         processes: list[LoggedProcess] = []
         for part in parts:
             group = part.header["group"]
+            self._process_of[group, part.header["owner"]] = counts[group]
             processes.append(self._read(group, counts[group], part))
             counts[group] += 1
         self.processes: Sequence[LoggedProcess] = processes
@@ -100,6 +102,10 @@ class ReplayPlan:
                     created.add(fragment)
                 case ReplayKind.CLAIMED:
                     self._fragments[fragment].claimed(group, process, restarts, record.number)
+                    before = self._process_of.get((group, record.before))
+                    if before not in (None, process):
+                        has = record.before_number, record.before_version
+                        self._fragments[fragment].took_over(group, before, restarts, *has)
                 case ReplayKind.TAKEN:
                     tokens = min(record.tokens, MAX_TOKENS)
                     push = LoggedPush(group, process, fragment, record.number, tokens)

@@ -19,6 +19,7 @@ from replicax._ps.local_updates.int8_blocks import encoded
 from replicax._ps.local_updates.logged_events import LoggedPush, LoggedRound, ServedVersion
 from replicax._ps.local_updates.replay_file import checksum_of
 from replicax._ps.local_updates.replay_plan import ReplayPlan
+from replicax._ps.local_updates.round_state import MemberState
 from replicax._ps.programs.programs import UpdateProgram
 from replicax._ps.store.store import Store
 from replicax._ps.transport.messages import Message
@@ -78,7 +79,9 @@ class ReplayedRounds:
         for program in (each.programs.claim, each.programs.push, each.programs.close):
             send_program(self._ask, program)
         for member in range(self._plan.num_groups):
-            self._run(fragment, each.programs.claim, each.programs.claim_operands(member, 0, 1 + member))
+            self._run(
+                fragment, each.programs.claim, each.programs.claim_operands(member, MemberState(), 1 + member)
+            )
         self._note(fragment, ServedVersion(0, 0))
 
     def is_created(self, fragment: int) -> bool:
