@@ -83,7 +83,7 @@ def test_first_resume_completes_though_one_worker_reads_slowly(local_cluster, sa
         assert result.report["num_reads"] > 0
     waiting = re.compile(
         rf"worker {1 - slow_worker} has been waiting \d s to agree on restoring ckpt-1 .* "
-        rf"for worker {slow_worker} .*in reading_from_a_store"
+        rf"for worker {slow_worker} .*at \S*program.py:\d+ in resuming"
     )
     assert any(map(waiting.match, results["worker", 1 - slow_worker].output))
 
@@ -98,5 +98,5 @@ def test_wait_after_a_restore_ends_and_names_the_worker_whose_read_hangs(local_c
     assert result.exit_code == 3, result.output
     assert (result.report["kind"], result.report["tasks"]) == ("PeerFailureError", [f"worker {slow_worker}"])
     assert "restoring ckpt-1" in result.report["text"]
-    assert "in reading_from_a_store" in result.report["text"]
+    assert re.search(r"at \S*program.py:\d+ in resuming", result.report["text"])
     assert result.report["after_s"] < 6 + SOON_S

@@ -96,8 +96,11 @@ MOVES = {
     "slice": (lambda x: lax.slice(x, (0, 1), (2, 3)), on(X)),
     "split": (lambda x: lax.split(x, (1, 1), 0)[1], on(X)),
     "squeeze": (lambda x: lax.squeeze(x, (0,)), on(X[:1])),
+    "stack": (lambda x, y: lax.stack([x, y]), on(X, Y)),
     "transpose": (lambda x: lax.transpose(x, (1, 0)), on(X)),
 }
+NEWER_MOVES = {"unstack": (lambda x: lax.unstack(x)[1], on(X))}
+MOVES |= {name: case for name, case in NEWER_MOVES.items() if hasattr(lax, f"{name}_p")}
 
 MESH = jax.sharding.Mesh(np.asarray(jax.devices()[:1]), ("d",))
 OTHERS = {
@@ -250,9 +253,10 @@ def test_some_results_differ_whatever_they_are_computed_from(name):
 
 def test_each_primitive_of_the_table_is_tested():
     assert set(NEWER) == jax_compat.NEWER_ELEMENTWISE
-    newer = set(NEWER) - set(ELEMENTWISE)
+    assert set(NEWER_MOVES) == jax_compat.NEWER_MOVES
+    newer = {*NEWER, *NEWER_MOVES} - {*ELEMENTWISE, *MOVES}
     assert primitives.ELEMENTWISE - newer == set(ELEMENTWISE)
-    assert set(MOVES) == primitives.MOVES
+    assert primitives.MOVES - newer == set(MOVES)
     assert primitives.KEEPS_REDUCED - newer == {*ELEMENTWISE, *MOVES, *OTHERS}
     assert {*COLLECTIVES, "replicax_aggregate"} == primitives.COLLECTIVES - NOT_MADE_HERE
     assert set(BY_ITSELF) == primitives.DIFFERS_BY_ITSELF

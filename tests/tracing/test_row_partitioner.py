@@ -138,6 +138,8 @@ CASES = {
     "stacked, tiled, padded": (
         lambda w, x: [
             jnp.stack([x, x + 1], 0).sum((0, 1)),
+            sum(jnp.unstack(x, axis=1)).sum(),
+            sum(jnp.unstack(x[None], axis=0)).sum(0),
             jnp.tile(x, (1, 2)).sum(0),
             jnp.pad(x, ((0, 0), (1, 2))).sum(0),
             jnp.concatenate([x, jnp.ones((9, 1))], 1).sum(0),

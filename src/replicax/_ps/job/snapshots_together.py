@@ -273,11 +273,11 @@ class SnapshotsTogether:
             why = f"its snapshot of epoch {epoch} belongs to another coordinator."
             watch.breaks(not_the_same(state, why))
             return None
+        watch.answered(instance)
+        self._ready[watch.index] = instance  # it did not restart by itself: nobody hurries to go back again
         if missing:
             watch.breaks(incomplete(state, missing))
             return None
-        watch.answered(instance)
-        self._ready[watch.index] = instance
         return instance
 
 

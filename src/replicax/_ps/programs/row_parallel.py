@@ -206,5 +206,7 @@ _KEEPS_AXIS_0: dict[str, Callable[[Operation], bool]] = {
     "slice": _slice,
     "split": _is_apart("axis"),
     "squeeze": _is_apart("dimensions"),
+    "stack": _is_apart("axis"),
     "transpose": lambda operation: tuple(operation.params["permutation"])[:1] == (0,),
+    "unstack": _is_apart("axis"),
 }

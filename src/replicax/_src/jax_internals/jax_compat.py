@@ -73,6 +73,7 @@ _ONE_JAXPR_CLASS = jex.ClosedJaxpr is jex.Jaxpr
 
 # Elementwise operations that jax 0.10 lacks. The derivative of tanh uses the first in 0.12.
 NEWER_ELEMENTWISE = frozenset({"one_minus_square", "log2", "polynomial"})
+NEWER_MOVES = frozenset({"unstack"})
 
 
 put_on_devices = _pxla.batched_device_put

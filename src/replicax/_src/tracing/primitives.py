@@ -20,12 +20,12 @@ ELEMENTWISE: Final = frozenset(
 ).union(jax_compat.NEWER_ELEMENTWISE)
 MOVES: Final = frozenset(
     """
-    broadcast_in_dim concatenate dynamic_slice dynamic_update_slice gather pad reshape rev scatter-add slice split
+    broadcast_in_dim concatenate dynamic_slice dynamic_update_slice gather pad reshape rev scatter-add slice split stack
     squeeze transpose
     """.split()
-)
+).union(jax_compat.NEWER_MOVES)
 """Primitives that move elements."""
-UNPACKS: Final = frozenset("convert_element_type dynamic_slice reshape slice split squeeze".split())
+UNPACKS: Final = frozenset("convert_element_type dynamic_slice reshape slice split squeeze unstack".split())
 """Primitives that take arrays out of a packed buffer."""
 REDUCTIONS: Final = frozenset("argmax argmin reduce_max reduce_min reduce_prod reduce_sum".split())
 

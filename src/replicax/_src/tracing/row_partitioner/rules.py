@@ -278,6 +278,14 @@ def _squeeze(eqn: Any, rows: Rows, split: RowSplit) -> tuple[Rows, dict[str, Any
     return _moved(rows, rows.dim - sum(dim < rows.dim for dim in gone)), {}
 
 
+def _unstack(eqn: Any, rows: Rows, split: RowSplit) -> tuple[Rows, dict[str, Any]]:
+    del split
+    axis = eqn.params["axis"]
+    if rows.dim == axis:
+        raise _mixed(eqn)
+    return _moved(rows, rows.dim - (axis < rows.dim)), {}
+
+
 def _slice(eqn: Any, rows: Rows, split: RowSplit) -> tuple[Rows, dict[str, Any]]:
     start, limit = list(eqn.params["start_indices"]), list(eqn.params["limit_indices"])
     strides = eqn.params["strides"]
@@ -601,6 +609,7 @@ RULES: dict[str, Rule] = {
     "tile": _movement(_tile),
     "rev": _movement(_along("dimensions")),
     "split": _movement(_along("axis")),
+    "unstack": _movement(_unstack),
     "cumsum": _movement(_along("axis")),
     "stack": _stack,
     "concatenate": _same_rows(_along("dimension")),
