@@ -38,8 +38,8 @@ _FOLDED: Final = {"eq": operator.eq, "max": max, "min": min, "ne": operator.ne}
 
 _SUMMED: Final = SUMS | {"reduce_scatter"}
 _ADDED: Final = frozenset(
-    "add add_any concatenate dynamic_update_slice scatter-add select_n stack sub".split()
-)  # noqa: SIM905
+    ["add", "add_any", "concatenate", "dynamic_update_slice", "scatter-add", "select_n", "stack", "sub"]
+)
 _KEPT: Final = (MOVES - _ADDED) | frozenset(
     "convert_element_type copy neg optimization_barrier reduce_precision reduce_sum replicax_reduced".split()  # noqa: SIM905
 )
