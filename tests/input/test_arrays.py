@@ -478,16 +478,18 @@ def test_arrays_of_a_loop_are_noted_and_those_of_a_distributed_dataset_are_not()
     batches = list(dataset)
     assert all(pipeline.is_of_dataset(array) for batch in batches for array in batch.values())
     assert not pipeline.is_of_dataset(columns["a"])
-    noted = set(pipeline._yielded)
+    noted = set(pipeline._yielded.references)
     steps = list(open_source(dataset, num_replicas=2).iterate())
     assert len(steps) == 3
-    assert set(pipeline._yielded) == noted
+    assert set(pipeline._yielded.references) == noted
 
 
 def test_the_notes_of_arrays_do_not_grow_with_the_batches():
-    before = len(pipeline._yielded)
-    kept = []
-    for number, batch in enumerate(from_arrays(np.arange(200)).batch(1)):
-        kept += [batch] * (number < 3)
-    assert len(pipeline._yielded) <= before + 4  # three that are kept, and the last of the loop
+    kept, columns = [], {str(number): np.arange(200) for number in range(200)}
+    others = []  # so that new arrays do not take the places of old ones
+    for number, batch in enumerate(from_arrays(columns).batch(1)):
+        kept += [*batch.values()] * (number < 3)
+        batch.clear()
+        others += [np.asarray(0) for _ in columns]
+    assert len(pipeline._yielded.references) <= 20_000  # of 40,000
     assert all(map(pipeline.is_of_dataset, kept))

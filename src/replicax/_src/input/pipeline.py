@@ -339,19 +339,41 @@ class Dataset(metaclass=_NamesOfDataset):
         return self._with(Shuffle(buffer_size, whole_number("seed", seed, least=0), reshuffle, is_drawn))
 
 
-_yielded: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDictionary()  # by their ids
+class _Arrays:
+    """Arrays by their identity, which are not kept alive. A WeakValueDictionary does the same, and takes a microsecond for
+    each array.
+
+    Attributes:
+      references: By ``id``; those of deleted arrays go when there are many.
+    """
+
+    def __init__(self) -> None:
+        self.references: dict[int, weakref.ref[np.ndarray]] = {}
+        self._most = 10_000
+
+    def note(self, arrays: Sequence[np.ndarray]) -> None:
+        self.references.update(zip(map(id, arrays), map(weakref.ref, arrays), strict=True))
+        if len(self.references) > self._most:
+            alive = {key: each for key, each in list(self.references.items()) if each() is not None}
+            self.references, self._most = alive, max(10_000, 2 * len(alive))
+
+    def __contains__(self, array: object) -> bool:
+        reference = self.references.get(id(array))
+        return reference is not None and reference() is array
+
+
+_yielded = _Arrays()
 
 
 def is_of_dataset(value: Any) -> bool:
     """Returns True if a dataset yielded this array as a part of a batch to the user's loop."""
-    return isinstance(value, np.ndarray) and _yielded.get(id(value)) is value
+    return value in _yielded
 
 
 def _note_yielded(element: Any) -> None:
     """Notes the arrays of a batch, without keeping them."""
-    for leaf in jax.tree_util.tree_leaves(element):
-        if isinstance(leaf, np.ndarray):
-            _yielded[id(leaf)] = leaf
+    leaves = jax.tree_util.tree_leaves(element)
+    _yielded.note([leaf for leaf in leaves if isinstance(leaf, np.ndarray)])
 
 
 @final
