@@ -35,7 +35,6 @@ NO_ANSWER_S = 8.0
 PATIENCE_S = 110.0
 """A job that still raises so long after the last fault is lost."""
 NOT_THERE = UnavailableError, StaleCoordinatorError
-MOST_ON_SERVER = 40
 """The most items in the windows and logs of a server."""
 SETTLED_S = 80.0
 """A server is used again within this time: a request to a host that is lost may take a minute."""
@@ -92,6 +91,7 @@ class Jobs:
     on_ps_restart = "continue"
     num_averaged = max_staleness = None
     most_kept, most_kept_of_task = 80, 15  # items in the containers of a job in which nothing is left to do
+    most_on_server = 40
     mild = ("adds",) * 8 + ("reads",)
     wild = ("adds",) * 20 + ("reads", "raises", "cannot travel", "refused")
     program = "add"
@@ -414,7 +414,7 @@ class Jobs:
         for server in range(self.num_servers):
             for each in self.kept_on(self.world.processes[ps(server)]):
                 lengths = lengths_of(each)
-                assert sum(lengths.values()) <= MOST_ON_SERVER, f"ps {server} keeps {lengths.most_common(8)}"
+                assert sum(lengths.values()) <= self.most_on_server, f"ps {server} keeps {lengths.most_common(8)}"
 
     def kept_on(self, process):
         """Returns the objects of a server that know of functions."""
