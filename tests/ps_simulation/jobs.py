@@ -35,7 +35,6 @@ NO_ANSWER_S = 8.0
 PATIENCE_S = 110.0
 """A job that still raises so long after the last fault is lost."""
 NOT_THERE = UnavailableError, StaleCoordinatorError
-"""The most items in the windows and logs of a server."""
 SETTLED_S = 80.0
 """A server is used again within this time: a request to a host that is lost may take a minute."""
 MOST_PROCESSES = 80
@@ -91,7 +90,7 @@ class Jobs:
     on_ps_restart = "continue"
     num_averaged = max_staleness = None
     most_kept, most_kept_of_task = 80, 15  # items in the containers of a job in which nothing is left to do
-    most_on_server = 40
+    most_on_server = 40  # items in its windows and logs
     mild = ("adds",) * 8 + ("reads",)
     wild = ("adds",) * 20 + ("reads", "raises", "cannot travel", "refused")
     program = "add"
