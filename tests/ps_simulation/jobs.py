@@ -413,7 +413,9 @@ class Jobs:
         for server in range(self.num_servers):
             for each in self.kept_on(self.world.processes[ps(server)]):
                 lengths = lengths_of(each)
-                assert sum(lengths.values()) <= self.most_on_server, f"ps {server} keeps {lengths.most_common(8)}"
+                assert sum(lengths.values()) <= self.most_on_server, (
+                    f"ps {server} keeps {lengths.most_common(8)}"
+                )
 
     def kept_on(self, process):
         """Returns the objects of a server that know of functions."""

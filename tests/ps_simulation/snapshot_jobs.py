@@ -148,7 +148,7 @@ class Rewinds(Continued):
 
     on_ps_restart = "rewind"
     most_kept_of_task = 25  # requests that were given up
-    most_on_server = 100  # with functions that had not ended when all went back, if no later one says that they have
+    most_on_server = 100  # with functions that had not ended on the way back, until a later one has
     settled_s = 20.0  # all go back after the last fault
 
     def __init__(self, seed):
