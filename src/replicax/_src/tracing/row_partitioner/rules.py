@@ -271,19 +271,12 @@ def _transpose(eqn: Any, rows: Rows, split: RowSplit) -> tuple[Rows, dict[str, A
 
 
 def _squeeze(eqn: Any, rows: Rows, split: RowSplit) -> tuple[Rows, dict[str, Any]]:
+    """``squeeze`` or ``unstack``."""
     del split
-    gone = eqn.params["dimensions"]
+    gone = eqn.params["dimensions"] if "dimensions" in eqn.params else (eqn.params["axis"],)
     if rows.dim in gone:
         raise _mixed(eqn)
     return _moved(rows, rows.dim - sum(dim < rows.dim for dim in gone)), {}
-
-
-def _unstack(eqn: Any, rows: Rows, split: RowSplit) -> tuple[Rows, dict[str, Any]]:
-    del split
-    axis = eqn.params["axis"]
-    if rows.dim == axis:
-        raise _mixed(eqn)
-    return _moved(rows, rows.dim - (axis < rows.dim)), {}
 
 
 def _slice(eqn: Any, rows: Rows, split: RowSplit) -> tuple[Rows, dict[str, Any]]:
@@ -609,7 +602,7 @@ RULES: dict[str, Rule] = {
     "tile": _movement(_tile),
     "rev": _movement(_along("dimensions")),
     "split": _movement(_along("axis")),
-    "unstack": _movement(_unstack),
+    "unstack": _movement(_squeeze),
     "cumsum": _movement(_along("axis")),
     "stack": _stack,
     "concatenate": _same_rows(_along("dimension")),
