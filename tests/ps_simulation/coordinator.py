@@ -170,7 +170,8 @@ class Coordinator(TaskProcess):
         if isinstance(event, events.Answered | events.Failed) and event.request in self._asked:
             task, op = self._asked.pop(event.request)
             if isinstance(event, events.Answered):
-                self._note_process(task, event.answer)
+                if op != "restore":  # the job may have given it up; a server that goes back says so again
+                    self._note_process(task, event.answer)
                 truth = event.answer.pop("truth", {})  # for checks; the job must not keep it
                 self.scenario.note_answer(self, task, op, event.answer, truth)
         last_epoch = self.job_servers.last_epoch
