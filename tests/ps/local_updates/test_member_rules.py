@@ -17,7 +17,12 @@ from replicax._ps.local_updates.exchange_actions import (
     SlotReplaced,
     TakeProgress,
 )
-from replicax._ps.local_updates.fragment_rules import MAX_UNMERGED, SLOW_BOUNDARIES, ExchangeOptions
+from replicax._ps.local_updates.fragment_rules import (
+    LONG_ROUND,
+    MAX_UNMERGED,
+    SLOW_BOUNDARIES,
+    ExchangeOptions,
+)
 from replicax._ps.local_updates.member_rules import MemberRules
 from replicax._ps.local_updates.round_state import REFUSED, MemberState, RoundState
 
@@ -291,3 +296,28 @@ def test_stop_travels_with_the_next_push_and_reaches_all():
     driven.tick()
     driven.answer(state(stops=1))
     assert driven.rules.stops
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_long"), [(10 * LONG_ROUND, False), (10 * LONG_ROUND + 1, True)], ids=["usual", "long"]
+)
+def test_round_with_many_more_rows_than_the_last_ones_adds_its_mean_as_it_is(rows, is_long):
+    """As after an outage of the server. Later rounds are compared with those that were not long."""
+    driven = Driven(quorum=1, grace_s=0.0).begin()
+
+    def close_of(version, rows):
+        driven.rules.boundary(0, rows, driven.now)
+        (close,) = [
+            each
+            for each in driven.answer(state(version, mine(version + 1, version, rows)))
+            if isinstance(each, SendClose)
+        ]
+        driven.answer(state(version + 1, mine(version + 1, version)))
+        driven.answer(state(version + 1, mine(version + 1, version)))  # of the fetch
+        return close
+
+    usual = [close_of(version, 10) for version in range(4)]
+    assert [close.is_flush for close in usual] == [False] * 4
+    assert close_of(4, rows) == SendClose(0, 4, 1, is_long)
+    assert not close_of(5, 10).is_flush
+    assert close_of(6, rows) == SendClose(0, 6, 1, is_long)

@@ -43,6 +43,9 @@ MAX_UNMERGED: Final = 4
 """The most pushes that are in no adopted version. Each needs the memory of the fragment."""
 SLOW_BOUNDARIES: Final = 10
 """So many boundaries may pass while one push has no answer. Groups that exchange later learn less from each other."""
+LONG_ROUND: Final = 3
+"""A round in which the group has so many times the rows of its last rounds is long, as after an outage of the server."""
+_NUM_ROUNDS: Final = 8
 _SHARE_OF_SLACK: Final = 0.75
 _REQUESTS_PER_EXCHANGE: Final = 3  # push, close, fetch
 
@@ -106,6 +109,8 @@ class FragmentRules:
         self._num_passed = 0  # boundaries since that push
         self._last = 0  # the push that says that it is the last
         self._enters: dict[int, int] = {}  # answered pushes: the version that has them
+        # Its rows in the last rounds that were not long, and in the open one, by (instance, version).
+        self._rounds: dict[tuple[str, int], int] = {}
         self._returned: list[int] = []  # pushes that count as not pushed again
         self._drops = True
         # Times.
@@ -256,7 +261,25 @@ class FragmentRules:
             self._drops, self._fetched, self._adopted = True, None, None
             return [LostPushes(self.fragment, number, number, is_refused=True)]
         self._enters[number] = me.landed + 1
+        self._note_rows(number, me.landed)
         return [NoteLanding(self.fragment, number, me.landed + 1)]
+
+    def _note_rows(self, number: int, version: int) -> None:
+        """A push is in the round that follows a version."""
+        assert self._instance is not None
+        opened = self._instance, version
+        last = next(reversed(self._rounds), opened)
+        if last != opened and self._is_long(*last):
+            del self._rounds[last]  # it is not what is usual
+        self._rounds[opened] = self._rounds.get(opened, 0) + self._tokens_of[number]
+        if len(self._rounds) > _NUM_ROUNDS:
+            del self._rounds[next(iter(self._rounds))]
+
+    def _is_long(self, instance: str, version: int) -> bool:
+        """True if the group has many more rows in a round than in those before."""
+        before = [rows for opened, rows in self._rounds.items() if opened != (instance, version)]
+        is_known = len(before) >= _NUM_ROUNDS // 2
+        return is_known and self._rounds.get((instance, version), 0) > LONG_ROUND * max(before)
 
     def _restored(self, pushed: int, birth: int) -> list[Action]:
         """Another instance answers, which has the pushes of this process up to a number."""
@@ -365,7 +388,8 @@ class FragmentRules:
                 self._grace = open_round, now
             if now - self._grace[1] < self._grace_s:
                 return None
-        return SendClose(self.fragment, state.version, quorum, is_flush=False)
+        is_long = self._is_long(self._instance, state.version)
+        return SendClose(self.fragment, state.version, quorum, is_flush=is_long)
 
     def _live(self, now: float) -> set[int]:
         """The members that train, and have been heard of."""

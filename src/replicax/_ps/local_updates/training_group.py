@@ -56,7 +56,7 @@ class LocalUpdates:
       every: The number of steps after which each fragment is exchanged.
       outer_optimizer: The update of a round: a ``keras.optimizers.SGD`` with a learning rate that is a number, momentum
         and nesterov; or a transformation of optax, to which each fragment is one vector. None is SGD(1.0, momentum=0.5,
-        nesterov=True).
+        nesterov=True). A round to which a group brings more than three times its usual rows adds the mean as it is.
       fragments: The number of fragments of the parameters, which are exchanged one after the other: every 30 steps in 4
         fragments sends one of them every 7 or 8 steps.
       quorum: The number of groups that a round waits for, of those that are alive; all others have some time to follow.
