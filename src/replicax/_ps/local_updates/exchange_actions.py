@@ -17,8 +17,8 @@ from replicax._ps.local_updates.round_state import MemberState
 @dataclass(frozen=True)
 class ClaimSlot:
     """Create the fragment on its server if it is absent, from the outer parameters that the group has, with a number
-    as its birth that was not used before. Then take the slot, if its owner and the number of its last push are still those
-    of ``expected``. Repeated claims change nothing.
+    as its birth that was not used before. Then take the slot, if its owner and the number of its last push are
+    still those of ``expected``. Repeated claims change nothing.
     """
 
     fragment: int

@@ -44,7 +44,7 @@ MAX_UNMERGED: Final = 4
 SLOW_BOUNDARIES: Final = 10
 """So many boundaries may pass while one push has no answer. Groups that exchange later learn less from each other."""
 LONG_ROUND: Final = 3
-"""A round in which the group has so many times the rows of its last rounds is long, as after an outage of the server."""
+"""A round in which the group has more than so many times the rows of its last rounds is long, as after an outage."""
 _NUM_ROUNDS: Final = 8
 _SHARE_OF_SLACK: Final = 0.75
 _REQUESTS_PER_EXCHANGE: Final = 3  # push, close, fetch

@@ -1,8 +1,9 @@
 """``FragmentLog``: which pushes each round of a fragment had, found from the logs of all groups. Pure.
 
 Most pushes have an answer in the log, which says the version that has them. If the process died before the answer, the
-next process of its group says which version has the push. If there is none, it is in the round that lacks its rows. A server that was restarted came back with the rounds and the pushes of its
-snapshot: each process has logged up to which of its pushes, and those of others are in the round that lacks their rows.
+next process of its group says which version has the push. If there is none, it is in the round that lacks its rows. A
+server that was restarted came back with the rounds and the pushes of its snapshot: each process has logged up to which
+of its pushes, and those of others are in the round that lacks their rows.
 """
 
 from __future__ import annotations

@@ -17,14 +17,14 @@ kind        fields
 ``CALLED``  step, 1 for ``wait`` and 2 for ``finish``: the next records are those of this call
 ``CREATED`` fragment, CRC-32: the process has created the outer parameters from its own
 ``CLAIMED`` fragment, instance of the server's store, last push of the process that it has, birth of the fragment: the
-            process has its slot there, and the next records of the fragment are of this instance. Then what the slot had
-            before: the owner, its last push, the version that has this push
+            process has its slot there, and the next records of the fragment are of this instance. Then what the
+            slot had before: the owner, its last push, the version that has this push
 ==========  ======================================================================================================
 
-``step`` is the number of steps that the process had counted. ``CLOSED`` of each round is in the log of every group that
-fetched it or a later one. A push of a process that was killed before its answer came has no ``LANDED``: the next
-process of its group says in ``CLAIMED`` if the server had it, or else it is in the round whose rows of its group no other
-pushes have. A server that was restarted has another instance, and the pushes up to those of ``CLAIMED``.
+``step`` is the number of steps that the process had counted. ``CLOSED`` of each round is in the log of every group
+that fetched it or a later one. A push of a process that was killed before its answer came has no ``LANDED``: the next
+process of its group says in ``CLAIMED`` if the server had it, or else it is in the round whose rows of its group no
+other pushes have. A server that was restarted has another instance, and the pushes up to those of ``CLAIMED``.
 """
 
 from __future__ import annotations

@@ -340,8 +340,8 @@ class Dataset(metaclass=_NamesOfDataset):
 
 
 class _Arrays:
-    """Arrays by their identity, which are not kept alive. A WeakValueDictionary does the same, and takes a microsecond for
-    each array.
+    """Arrays by their identity, which are not kept alive. A WeakValueDictionary does the same, and takes a microsecond
+    for each array.
 
     Attributes:
       references: By ``id``; those of deleted arrays go when there are many.
