@@ -23,6 +23,7 @@ from crowds import LIMIT_S, TOKEN, Crowd, SharedFiles, bits
 from replicax._src.cluster.failures import ClusterStartError, ProgramMismatchError
 from replicax._src.collectives.host_sums import reduction, shared_memory, windows
 from replicax._src.collectives.host_sums.errors import EpochEnded
+from replicax._src.collectives.host_sums.links import LinkLost
 from replicax._src.collectives.host_sums.members import Member
 from replicax._src.collectives.host_sums.negotiation import Negotiation
 from replicax._src.collectives.host_sums.ordered_addition import DTYPES, HostOp, combine
@@ -31,6 +32,7 @@ from replicax._src.collectives.host_sums.rendezvous import Rendezvous
 from replicax._src.collectives.host_sums.shared_memory import Segment, make_segment, open_offer
 from replicax._src.collectives.host_sums.windows import WINDOW_BYTES, part_bytes, windows_of
 from replicax._src.vocabulary.errors import InvalidArgumentError
+from replicax._src.wire.errors import PeerEndedError
 from replicax._src.wire.security import Security
 
 pytestmark = pytest.mark.timeout(180)
@@ -455,6 +457,16 @@ def test_members_that_exchange_different_things_are_both_named(crowd, change, le
         assert "worker 1" in str(error)
         assert "worker 0" in str(error) or "worker 2" in str(error)
     assert time.monotonic() - start < SOON_S
+
+
+def test_member_that_another_one_refuses_tells_the_third_why(crowd):
+    """The third may notice its end first, before it reads what the first one says."""
+    worlds = crowd.meet()
+    why = "worker 1 and worker 0 do not exchange the same values"
+    refused = LinkLost(1, PeerEndedError(why, is_refusal=True))
+    assert isinstance(worlds[2]._lost(refused, "a sum"), ProgramMismatchError)
+    with pytest.raises(ProgramMismatchError, match=why):
+        worlds[0].all_reduce("sum", [np.ones(8, np.float32)], step=3)
 
 
 @pytest.mark.parametrize(

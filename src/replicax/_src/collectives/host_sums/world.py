@@ -263,7 +263,7 @@ class World:
         """Ends the world because of one link. Returns the error to raise."""
         member, error = self.members[lost.place], lost.error
         if isinstance(error, PeerEndedError) and error.is_refusal and self._ended is None:
-            self._end(f"{member.name} refuses the exchange")
+            self._end(f"{member.name} refuses the exchange", refusal=error.reason)
             return ProgramMismatchError(error.reason)
         is_late = isinstance(error, TimeoutError)
         if is_late:
